@@ -216,3 +216,12 @@ class SampleRow:
     newest: WeightVersion
     reward_mean: float
     n_valid: int  #: responses with a reward
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One named tensor in Hugging Face naming. dtype is torch's name without prefix, e.g. "float32"."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str

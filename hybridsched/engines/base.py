@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridsched.model import Response, SamplingParams, TokenArray, WeightVersion
+from hybridsched.model import Response, SamplingParams, TensorSpec, TokenArray, WeightVersion
 
 PauseMode = Literal["abort", "keep", "wait"]
 
@@ -32,15 +32,6 @@ class GroupRequest:
     params: SamplingParams
     partials: tuple[Response, ...]
     response_offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One named tensor in Hugging Face naming. dtype is torch's name without prefix, e.g. "float32"."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridsched.engines.base import TensorSpec
-from hybridsched.model import Sample, TokenArray, WeightVersion
+from hybridsched.model import Sample, TensorSpec, TokenArray, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
