@@ -1,0 +1,518 @@
+"""Every message between controller, node agents and workers, and how they become bytes.
+
+Typed msgspec structs, never pickles. Token arrays travel as raw bytes inside `Sample` and `Response`. Inside one
+process (simulation) envelopes are passed as objects and nothing is copied. Names of endpoints: "controller",
+"agent.<rank>", and worker ids ("standalone.0", "hybrid.0", "trainer.0").
+
+Sample payload never passes through the controller: `Lease` carries a prompt once; partial responses go from worker to
+worker (`Handoff`); finished samples go through segments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from hybridsched.model import Response, SampleRow, SamplingParams, SegmentId, TensorSpec, WeightVersion
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, tag_field="t", omit_defaults=True):
+    """Base of all messages."""
+
+
+class Ok(Message):
+    """Empty reply."""
+
+
+class Failure(Message):
+    """Reply of a call whose handler raised."""
+
+    kind: str  #: exception class name
+    text: str
+    data: dict[str, Any] = {}
+
+
+# --- supervision -------------------------------------------------------------------------------------------------
+
+
+class AgentUp(Message):
+    """An agent listens. ``workers``: ids it is responsible for."""
+
+    rank: int
+    host: str
+    pid: int
+    workers: list[str]
+
+
+class AgentBeat(Message):
+    """An agent (or, from rank 0 to the agents, the controller) is alive."""
+
+    rank: int
+    phases: dict[str, str] = {}  #: worker id -> phase
+
+
+class WorkerUp(Message):
+    """A worker process connected to its agent and can be called."""
+
+    worker: str
+    incarnation: str
+    pid: int
+
+
+class WorkerExited(Message):
+    """A worker process is gone. Its channel is drained before this is sent."""
+
+    worker: str
+    incarnation: str
+    reason: str
+    restarting: bool
+
+
+class Beat(Message):
+    """Worker to agent: what I do and how far I am. Judged by progress, not by the beat itself."""
+
+    phase: str
+    progress: int
+    unfinished: dict[int, int] = {}  #: lease id -> unfinished responses (forwarded to the controller when changed)
+
+
+class KillWorker(Message):
+    """Controller to agent: end this worker (trainer group restart, a replica that does not acknowledge)."""
+
+    worker: str
+    reason: str
+
+
+class Shutdown(Message):
+    """Orderly end: workers leave, agents return."""
+
+    reason: str
+
+
+# --- rollout -----------------------------------------------------------------------------------------------------
+
+
+class Lease(Message):
+    """The right and the order to generate one sample. ``lease`` is unique per issue and move (its epoch)."""
+
+    lease: int
+    purpose: str
+    sample_uid: int
+    prompt_uid: str
+    prompt_tokens: np.ndarray
+    params: SamplingParams
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = {}
+    epoch: int = 0
+    issue: int = 0
+    partials: tuple[Response, ...] = ()
+
+
+class Handoff(Message):
+    """Controller to the worker that holds parked partials: continue at ``dst`` under a new lease."""
+
+    old_lease: int
+    lease: int
+    dst: str
+
+
+class DropParked(Message):
+    """Forget parked partials (they are generated from the start again, or no longer wanted)."""
+
+    leases: list[int]
+
+
+class LeaseParked(Message):
+    """An aborted lease waits on its worker, with what it has."""
+
+    lease: int
+    unfinished: int
+    tokens: int
+
+
+class LeaseLost(Message):
+    """A handoff named a lease this worker does not hold."""
+
+    lease: int
+    new_lease: int
+
+
+class LeaseFailed(Message):
+    """Generation itself failed (engine error); the sample is issued again."""
+
+    lease: int
+    reason: str
+
+
+class SampleCompleted(Message):
+    """All responses generated and rewarded. ``verdict``: "" (goes to the queue), "filtered" or "failed"."""
+
+    lease: int
+    sample_uid: int
+    verdict: str
+    rewards: list[float | None]
+    n_tokens: list[int]
+    oldest: WeightVersion
+    newest: WeightVersion
+    reason: str = ""
+    generation_s: float = 0.0
+    reprefill_tokens: int = 0
+    version_span: int = 0
+
+
+class SegmentSealed(Message):
+    """Rows are durable."""
+
+    segment: SegmentId
+    rows: tuple[SampleRow, ...]
+    n_bytes: int
+    reason: str
+
+
+class SpaceReport(Message):
+    """The disk is full (or has room again); finished samples wait in memory."""
+
+    blocked: bool
+    text: str
+    pending: int
+
+
+class AbortLeases(Message):
+    """Abort leases (None: all of this worker). Replied to after every LeaseParked was sent."""
+
+    leases: list[int] | None = None
+    drain_s: float = 0.0  #: > 0: let them finish for so long first (partial_rollout: False)
+    discard: bool = False  #: partials are dropped, the samples start again
+
+
+class PauseGeneration(Message):
+    """Stop stepping (weight sync). mode: abort, keep or wait."""
+
+    mode: str
+    drain_s: float = 0.0
+    discard: bool = False
+
+
+class ResumeGeneration(Message):
+    """Step again."""
+
+
+class Flush(Message):
+    """Seal what is finished now."""
+
+    reason: str
+
+
+class StartEngine(Message):
+    """Load the model."""
+
+
+class SleepEngine(Message):
+    """Free weights and KV cache; replied with measured memory."""
+
+
+class WakeEngine(Message):
+    """stage: weights or kv."""
+
+    stage: str
+
+
+class MemoryReport(Message):
+    """What an engine or trainer holds after a transition."""
+
+    weights_bytes: int
+    kv_bytes: int
+    rss_bytes: int
+    freed_bytes: int = 0
+
+
+# --- weight sync -------------------------------------------------------------------------------------------------
+
+
+class OpenSync(Message):
+    """To trainer.0: make (or keep) the broadcast group of these members; replied with where to meet."""
+
+    attempt: int
+    members: list[str]
+    fresh: bool
+
+
+class SyncAddress(Message):
+    """Where receivers meet the sender; ``secret`` is part of every key. ``specs``: what will be sent."""
+
+    address: str
+    secret: str
+    specs: list[TensorSpec]
+
+
+class SendWeights(Message):
+    """To trainer.0."""
+
+    attempt: int
+    version: WeightVersion
+    members: list[str]
+
+
+class ReceiveWeights(Message):
+    """To a replica. rank 0 is the sender."""
+
+    attempt: int
+    version: WeightVersion
+    members: list[str]
+    rank: int
+    address: SyncAddress
+    keep_kv: bool
+
+
+class AbortSync(Message):
+    """Break a running transfer; survivors repeat the whole sync."""
+
+    attempt: int
+    reason: str
+
+
+class WriteHandover(Message):
+    """To the first trainer of a node: publish the weights for the hybrids of this node."""
+
+    version: WeightVersion
+    name: str
+    readers: list[str]
+
+
+class ReadHandover(Message):
+    """To a hybrid: take the weights its node's trainer published."""
+
+    version: WeightVersion
+    name: str
+    specs: list[TensorSpec]
+
+
+class SyncDone(Message):
+    """A transfer ended well."""
+
+    seconds: float
+    n_bytes: int
+    phases: dict[str, float] = {}
+    checksum: str = ""
+
+
+class Probe(Message):
+    """Teacher-force these (prompt, response) pairs; truth test."""
+
+    sequences: list[tuple[np.ndarray, np.ndarray]]
+    temperature: float
+
+
+class ProbeResult(Message):
+    """float32 log-probs per sequence."""
+
+    logprobs: list[np.ndarray]
+
+
+# --- trainer -----------------------------------------------------------------------------------------------------
+
+
+class OpenRendezvous(Message):
+    """To trainer.0: bind the group's store."""
+
+
+class Rendezvous(Message):
+    """host:port of the group's store."""
+
+    address: str
+
+
+class StartTrainer(Message):
+    """Join the group; ``checkpoint``: restore from there."""
+
+    rank: int
+    world_size: int
+    rendezvous: str
+    checkpoint: str | None = None
+
+
+class LoadCollection(Message):
+    """Read these rows (mini-batches of (segment, rows in order)); two-phase so that damage breaks no collective."""
+
+    collection_id: int
+    mini_batches: list[list[tuple[SegmentId, int]]]
+
+
+class CollectionLoaded(Message):
+    """``damaged``: segments that could not be read, with reasons."""
+
+    damaged: list[tuple[SegmentId, str]]
+    seconds: float
+
+
+class TrainCollection(Message):
+    """Train on the loaded collection."""
+
+    collection_id: int
+    version: WeightVersion
+    collection: int
+
+
+class Trained(Message):
+    """Reduced metrics and timings of one collection."""
+
+    metrics: dict[str, float]
+    timing_s: dict[str, float]
+    n_tokens: int
+    lag_kl: dict[int, float] = {}
+
+
+class BeginCycle(Message):
+    """Weights were synced as this version."""
+
+    version: WeightVersion
+
+
+class OffloadTrainer(Message):
+    """Make room for hybrids."""
+
+    keep_parameters: bool
+
+
+class OnloadTrainer(Message):
+    """Take the GPU back."""
+
+
+class SaveCheckpoint(Message):
+    """Write this rank's part into a folder."""
+
+    folder: str
+
+
+class ExportModel(Message):
+    """Write a Hugging Face folder (rank 0)."""
+
+    folder: str
+
+
+# --- rewards -----------------------------------------------------------------------------------------------------
+
+
+class RewardRequest(Message):
+    """Worker to its agent (forwarded to a reward process): score these responses."""
+
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    responses: list[np.ndarray]
+
+
+class RewardReply(Message):
+    """One (reward, failure) per response."""
+
+    rewards: list[tuple[float | None, str | None]]
+
+
+AnyMessage = (
+    Ok
+    | Failure
+    | AgentUp
+    | AgentBeat
+    | WorkerUp
+    | WorkerExited
+    | Beat
+    | KillWorker
+    | Shutdown
+    | Lease
+    | Handoff
+    | DropParked
+    | LeaseParked
+    | LeaseLost
+    | LeaseFailed
+    | SampleCompleted
+    | SegmentSealed
+    | SpaceReport
+    | AbortLeases
+    | PauseGeneration
+    | ResumeGeneration
+    | Flush
+    | StartEngine
+    | SleepEngine
+    | WakeEngine
+    | MemoryReport
+    | OpenSync
+    | SyncAddress
+    | SendWeights
+    | ReceiveWeights
+    | AbortSync
+    | WriteHandover
+    | ReadHandover
+    | SyncDone
+    | Probe
+    | ProbeResult
+    | OpenRendezvous
+    | Rendezvous
+    | StartTrainer
+    | LoadCollection
+    | CollectionLoaded
+    | TrainCollection
+    | Trained
+    | BeginCycle
+    | OffloadTrainer
+    | OnloadTrainer
+    | SaveCheckpoint
+    | ExportModel
+    | RewardRequest
+    | RewardReply
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """One message on its way. call 0: no reply expected; reply True: answers call of the other side."""
+
+    src: str
+    dst: str
+    call: int
+    reply: bool
+    body: AnyMessage
+
+
+class _Header(msgspec.Struct, frozen=True, array_like=True):
+    src: str
+    dst: str
+    call: int
+    reply: bool
+    body: msgspec.Raw
+
+
+def _encode_hook(obj: Any) -> Any:
+    if isinstance(obj, np.ndarray):
+        return (obj.dtype.str, np.ascontiguousarray(obj).tobytes())
+    if isinstance(obj, np.generic):
+        return obj.item()
+    raise NotImplementedError(f"{type(obj).__name__} cannot travel in a message")
+
+
+def _decode_hook(kind: Any, obj: Any) -> Any:
+    if kind is np.ndarray or getattr(kind, "__origin__", None) is np.ndarray:
+        dtype, payload = obj
+        return np.frombuffer(payload, dtype=np.dtype(dtype))
+    raise NotImplementedError(f"{kind} cannot be read from a message")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
+_decoder = msgspec.msgpack.Decoder(Envelope, dec_hook=_decode_hook)
+_header_decoder = msgspec.msgpack.Decoder(_Header)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """Envelope -> bytes."""
+    return _encoder.encode(envelope)
+
+
+def decode(frame: bytes) -> Envelope:
+    """Bytes -> Envelope. Raises msgspec.DecodeError on foreign bytes."""
+    return _decoder.decode(frame)
+
+
+def destination(frame: bytes) -> str:
+    """Who a frame is for, without decoding its body (relaying agents)."""
+    return _header_decoder.decode(frame).dst
