@@ -1,0 +1,384 @@
+"""The dense decoder family (Qwen3, Qwen2, Llama) in plain torch: configuration, modules, forward pass.
+
+Owns: `ModelConfig` (what config.json says, checked), `CausalLM` (parameters named exactly as in Hugging Face files, so
+that weights travel under one name everywhere), `seeded_init`.
+
+Invariants: the module holds no buffers, so its parameters are its whole state; a tied head has no parameter of its own
+(`lm_head.weight` exists only when untied); norms and rotary angles are computed in at least float32.
+
+Does not: read or write files (hf_folder.py), keep a KV cache (engines/torch_batch.py has its own decode path over the
+same parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridsched.errors import DataError
+
+SUPPORTED_FAMILIES = ("qwen3", "qwen2", "llama")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Sizes and switches of one dense decoder.
+
+    ``attention_bias`` is the bias of the q, k and v projections, ``attention_out_bias`` that of the output projection
+    (Qwen2 has the first only). ``eos_token_ids`` may be empty.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 32768
+    qk_norm: bool = True
+    attention_bias: bool = False
+    attention_out_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            if getattr(self, name) < 1:
+                raise DataError(f"model config: {name} is {getattr(self, name)}, it must be at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise DataError(
+                f"model config: num_attention_heads ({self.num_attention_heads}) is not a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise DataError(f"model config: head_dim is {self.head_dim}, rotary embeddings need an even number")
+        if self.qk_norm and self.attention_bias != self.attention_out_bias:
+            raise DataError("model config: Qwen3 attention has a bias on all four projections or on none")
+        if self.attention_out_bias and not self.attention_bias:
+            raise DataError("model config: attention_out_bias without attention_bias is none of the supported families")
+
+    @property
+    def model_type(self) -> str:
+        """Hugging Face family with exactly this architecture."""
+        if self.qk_norm:
+            return "qwen3"
+        return "qwen2" if self.attention_bias and not self.attention_out_bias else "llama"
+
+    @staticmethod
+    def from_hf(raw: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
+        """From the contents of a config.json (transformers 4 or 5 style). ``source`` names it in errors.
+
+        Raises DataError for other families and for features this implementation does not have.
+        """
+        family = raw.get("model_type")
+        if family not in SUPPORTED_FAMILIES:
+            raise DataError(
+                f"{source}: model_type {family!r} is not supported; "
+                f"the dense families {', '.join(SUPPORTED_FAMILIES)} are"
+            )
+        _refuse_unsupported(raw, family, source)
+        try:
+            heads = int(raw["num_attention_heads"])
+            hidden = int(raw["hidden_size"])
+            bias = bool(raw.get("attention_bias", False)) if family != "qwen2" else True
+            return ModelConfig(
+                vocab_size=int(raw["vocab_size"]),
+                hidden_size=hidden,
+                intermediate_size=int(raw["intermediate_size"]),
+                num_hidden_layers=int(raw["num_hidden_layers"]),
+                num_attention_heads=heads,
+                num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
+                head_dim=int(raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
+                rope_theta=_rope_theta(raw, source),
+                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+                max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
+                qk_norm=family == "qwen3",
+                attention_bias=bias,
+                attention_out_bias=bias and family != "qwen2",
+                bos_token_id=_optional_id(raw.get("bos_token_id")),
+                eos_token_ids=_ids(raw.get("eos_token_id")),
+                pad_token_id=_optional_id(raw.get("pad_token_id")),
+            )
+        except KeyError as error:
+            raise DataError(f"{source}: key {error.args[0]!r} is missing; the file must describe the model") from error
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{source}: a value has the wrong type ({error})") from error
+
+    def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
+        """Contents of a config.json that transformers (4 and 5), vLLM and `from_hf` read."""
+        family = self.model_type
+        out: dict[str, Any] = {
+            "architectures": [
+                {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}.get(family, "LlamaForCausalLM")
+            ],
+            "model_type": family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rms_norm_eps": self.rms_norm_eps,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_dropout": 0.0,
+            "use_sliding_window": False,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": _eos_to_hf(self.eos_token_ids),
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": dtype,
+        }
+        if family != "qwen2":
+            out["attention_bias"] = self.attention_bias
+        if family == "llama":
+            out["mlp_bias"] = False
+        return out
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: str, source: str) -> None:
+    """DataError when the file asks for something `CausalLM` does not compute."""
+    if raw.get("hidden_act", "silu") != "silu":
+        raise DataError(f"{source}: hidden_act {raw['hidden_act']!r} is not supported; only silu is")
+    sliding = "sliding_attention" in (raw.get("layer_types") or ())
+    if sliding or (family != "llama" and raw.get("use_sliding_window", False)):
+        raise DataError(f"{source}: sliding-window attention is not supported; use a model with full attention")
+    if raw.get("mlp_bias", False):
+        raise DataError(f"{source}: mlp_bias true is not supported")
+    if raw.get("quantization_config"):
+        raise DataError(f"{source}: quantized weights are not supported; use the unquantized model")
+
+
+def _rope_theta(raw: Mapping[str, Any], source: str) -> float:
+    """Base of the rotary angles, from either place; scaled variants are refused."""
+    for key in ("rope_parameters", "rope_scaling"):
+        scaling = raw.get(key) or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default":
+            raise DataError(f"{source}: {key} of type {kind!r} is not supported; only plain rotary embeddings are")
+    parameters = raw.get("rope_parameters") or {}
+    return float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Token ids from null, a number or a list."""
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def _optional_id(value: Any) -> int | None:
+    """First of the ids, None without one."""
+    ids = _ids(value)
+    return ids[0] if ids else None
+
+
+def _eos_to_hf(ids: tuple[int, ...]) -> int | list[int] | None:
+    """Spelling of config.json: null, number or list."""
+    if not ids:
+        return None
+    return ids[0] if len(ids) == 1 else list(ids)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, statistics in at least float32; dtype of ``x`` is kept."""
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[*positions.shape, head_dim]`` of the rotary angles (computed in float32, cast to ``dtype``)."""
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    angles = positions[..., None].float() * (1.0 / theta**exponent)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary embeddings to ``x [..., head_dim]``; cos and sin broadcast against it."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos + turned * sin
+
+
+class RMSNorm(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy here
+    """Norm with a learned scale."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype as ``x``."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Attention(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy here
+    """Grouped-query causal self-attention with optional norm of queries and keys."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        width, kv_width, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, config.hidden_size
+        self.q_proj = nn.Linear(hidden, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, hidden, bias=config.attention_out_bias)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``x [B, T, hidden]`` to the same shape; cos and sin ``[B or 1, 1, T, head_dim]``."""
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim)
+        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim)
+        v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q.transpose(1, 2), cos, sin), rotate(k.transpose(1, 2), cos, sin)
+        if self.heads != self.kv_heads:
+            k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)
+            v = v.repeat_interleave(self.heads // self.kv_heads, dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return cast(Tensor, self.o_proj(out.transpose(1, 2).reshape(batch, length, -1)))
+
+
+class MLP(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy here
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as ``x [..., hidden]``."""
+        return cast(Tensor, self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class DecoderLayer(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy here
+    """Pre-norm residual block."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Same shape as ``x [B, T, hidden]``."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + cast(Tensor, self.mlp(self.post_attention_layernorm(x)))
+
+
+class Decoder(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy here
+    """Embeddings, layers, last norm: what Hugging Face files call ``model``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class CausalLM(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy here
+    """The language model. ``named_parameters()`` yields Hugging Face names in a fixed order."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = (
+            None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        )
+
+    def hidden(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Last hidden state after the final norm: ``[B, T, hidden]`` in the model's dtype.
+
+        tokens: int64 ``[B, T]``; positions: ``[T]`` or ``[B, T]``, default 0..T-1. Attention is causal by index.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if positions.dim() == 1:
+            positions = positions[None]
+        x = self.model.embed_tokens(tokens)
+        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        cos, sin = cos[:, None], sin[:, None]
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        return cast(Tensor, self.model.norm(x))
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits ``[..., vocab]`` of ``hidden [..., hidden]``: float32 (float64 for a float64 model)."""
+        weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        logits = F.linear(hidden, weight)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Logits ``[B, T, vocab]``. Right padding is harmless: no position sees a later one."""
+        return self.head(self.hidden(tokens, positions))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype by its name without prefix; DataError for one the models cannot have."""
+    known = {t: getattr(torch, t) for t in ("float32", "bfloat16", "float16", "float64")}
+    if name not in known:
+        raise DataError(f"dtype {name!r} is not one of {', '.join(known)}")
+    return cast(torch.dtype, known[name])
+
+
+def empty_model(config: ModelConfig, dtype: str = "float32", device: str | torch.device = "cpu") -> CausalLM:
+    """A model with uninitialised storage (no time is spent on drawing weights that are overwritten)."""
+    with torch.device("meta"):
+        model = CausalLM(config).to(torch_dtype(dtype))
+    return cast(CausalLM, model.to_empty(device=device))
+
+
+def seeded_init(
+    config: ModelConfig, seed: int, dtype: str = "float32", device: str | torch.device = "cpu", std: float = 0.02
+) -> CausalLM:
+    """A fresh model: matrices normal(0, std), norms one, biases zero; depends on (config, seed, std) only."""
+    model = empty_model(config, dtype, device)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith(".bias"):
+                parameter.zero_()
+            else:
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+    return model
