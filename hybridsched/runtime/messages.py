@@ -22,11 +22,11 @@ class Message(msgspec.Struct, frozen=True, tag=True, tag_field="t", omit_default
     """Base of all messages."""
 
 
-class Ok(Message):
+class Ok(Message, frozen=True):
     """Empty reply."""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """Reply of a call whose handler raised."""
 
     kind: str  #: exception class name
@@ -37,7 +37,7 @@ class Failure(Message):
 # --- supervision -------------------------------------------------------------------------------------------------
 
 
-class AgentUp(Message):
+class AgentUp(Message, frozen=True):
     """An agent listens. ``workers``: ids it is responsible for."""
 
     rank: int
@@ -46,14 +46,14 @@ class AgentUp(Message):
     workers: list[str]
 
 
-class AgentBeat(Message):
+class AgentBeat(Message, frozen=True):
     """An agent (or, from rank 0 to the agents, the controller) is alive."""
 
     rank: int
     phases: dict[str, str] = {}  #: worker id -> phase
 
 
-class WorkerUp(Message):
+class WorkerUp(Message, frozen=True):
     """A worker process connected to its agent and can be called."""
 
     worker: str
@@ -61,7 +61,7 @@ class WorkerUp(Message):
     pid: int
 
 
-class WorkerExited(Message):
+class WorkerExited(Message, frozen=True):
     """A worker process is gone. Its channel is drained before this is sent."""
 
     worker: str
@@ -70,7 +70,7 @@ class WorkerExited(Message):
     restarting: bool
 
 
-class Beat(Message):
+class Beat(Message, frozen=True):
     """Worker to agent: what I do and how far I am. Judged by progress, not by the beat itself."""
 
     phase: str
@@ -78,14 +78,14 @@ class Beat(Message):
     unfinished: dict[int, int] = {}  #: lease id -> unfinished responses (forwarded to the controller when changed)
 
 
-class KillWorker(Message):
+class KillWorker(Message, frozen=True):
     """Controller to agent: end this worker (trainer group restart, a replica that does not acknowledge)."""
 
     worker: str
     reason: str
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """Orderly end: workers leave, agents return."""
 
     reason: str
@@ -94,7 +94,7 @@ class Shutdown(Message):
 # --- rollout -----------------------------------------------------------------------------------------------------
 
 
-class Lease(Message):
+class Lease(Message, frozen=True):
     """The right and the order to generate one sample. ``lease`` is unique per issue and move (its epoch)."""
 
     lease: int
@@ -108,10 +108,11 @@ class Lease(Message):
     extra_info: dict[str, Any] = {}
     epoch: int = 0
     issue: int = 0
+    retry: int = 0  #: how often responses with failed rewards were generated again
     partials: tuple[Response, ...] = ()
 
 
-class Handoff(Message):
+class Handoff(Message, frozen=True):
     """Controller to the worker that holds parked partials: continue at ``dst`` under a new lease."""
 
     old_lease: int
@@ -119,13 +120,13 @@ class Handoff(Message):
     dst: str
 
 
-class DropParked(Message):
+class DropParked(Message, frozen=True):
     """Forget parked partials (they are generated from the start again, or no longer wanted)."""
 
     leases: list[int]
 
 
-class LeaseParked(Message):
+class LeaseParked(Message, frozen=True):
     """An aborted lease waits on its worker, with what it has."""
 
     lease: int
@@ -133,21 +134,21 @@ class LeaseParked(Message):
     tokens: int
 
 
-class LeaseLost(Message):
+class LeaseLost(Message, frozen=True):
     """A handoff named a lease this worker does not hold."""
 
     lease: int
     new_lease: int
 
 
-class LeaseFailed(Message):
+class LeaseFailed(Message, frozen=True):
     """Generation itself failed (engine error); the sample is issued again."""
 
     lease: int
     reason: str
 
 
-class SampleCompleted(Message):
+class SampleCompleted(Message, frozen=True):
     """All responses generated and rewarded. ``verdict``: "" (goes to the queue), "filtered" or "failed"."""
 
     lease: int
@@ -163,7 +164,7 @@ class SampleCompleted(Message):
     version_span: int = 0
 
 
-class SegmentSealed(Message):
+class SegmentSealed(Message, frozen=True):
     """Rows are durable."""
 
     segment: SegmentId
@@ -172,7 +173,7 @@ class SegmentSealed(Message):
     reason: str
 
 
-class SpaceReport(Message):
+class SpaceReport(Message, frozen=True):
     """The disk is full (or has room again); finished samples wait in memory."""
 
     blocked: bool
@@ -180,7 +181,7 @@ class SpaceReport(Message):
     pending: int
 
 
-class AbortLeases(Message):
+class AbortLeases(Message, frozen=True):
     """Abort leases (None: all of this worker). Replied to after every LeaseParked was sent."""
 
     leases: list[int] | None = None
@@ -188,7 +189,7 @@ class AbortLeases(Message):
     discard: bool = False  #: partials are dropped, the samples start again
 
 
-class PauseGeneration(Message):
+class PauseGeneration(Message, frozen=True):
     """Stop stepping (weight sync). mode: abort, keep or wait."""
 
     mode: str
@@ -196,31 +197,31 @@ class PauseGeneration(Message):
     discard: bool = False
 
 
-class ResumeGeneration(Message):
+class ResumeGeneration(Message, frozen=True):
     """Step again."""
 
 
-class Flush(Message):
+class Flush(Message, frozen=True):
     """Seal what is finished now."""
 
     reason: str
 
 
-class StartEngine(Message):
+class StartEngine(Message, frozen=True):
     """Load the model."""
 
 
-class SleepEngine(Message):
+class SleepEngine(Message, frozen=True):
     """Free weights and KV cache; replied with measured memory."""
 
 
-class WakeEngine(Message):
+class WakeEngine(Message, frozen=True):
     """stage: weights or kv."""
 
     stage: str
 
 
-class MemoryReport(Message):
+class MemoryReport(Message, frozen=True):
     """What an engine or trainer holds after a transition."""
 
     weights_bytes: int
@@ -232,7 +233,7 @@ class MemoryReport(Message):
 # --- weight sync -------------------------------------------------------------------------------------------------
 
 
-class OpenSync(Message):
+class OpenSync(Message, frozen=True):
     """To trainer.0: make (or keep) the broadcast group of these members; replied with where to meet."""
 
     attempt: int
@@ -240,7 +241,7 @@ class OpenSync(Message):
     fresh: bool
 
 
-class SyncAddress(Message):
+class SyncAddress(Message, frozen=True):
     """Where receivers meet the sender; ``secret`` is part of every key. ``specs``: what will be sent."""
 
     address: str
@@ -248,7 +249,7 @@ class SyncAddress(Message):
     specs: list[TensorSpec]
 
 
-class SendWeights(Message):
+class SendWeights(Message, frozen=True):
     """To trainer.0."""
 
     attempt: int
@@ -256,7 +257,7 @@ class SendWeights(Message):
     members: list[str]
 
 
-class ReceiveWeights(Message):
+class ReceiveWeights(Message, frozen=True):
     """To a replica. rank 0 is the sender."""
 
     attempt: int
@@ -267,14 +268,14 @@ class ReceiveWeights(Message):
     keep_kv: bool
 
 
-class AbortSync(Message):
+class AbortSync(Message, frozen=True):
     """Break a running transfer; survivors repeat the whole sync."""
 
     attempt: int
     reason: str
 
 
-class WriteHandover(Message):
+class WriteHandover(Message, frozen=True):
     """To the first trainer of a node: publish the weights for the hybrids of this node."""
 
     version: WeightVersion
@@ -282,7 +283,7 @@ class WriteHandover(Message):
     readers: list[str]
 
 
-class ReadHandover(Message):
+class ReadHandover(Message, frozen=True):
     """To a hybrid: take the weights its node's trainer published."""
 
     version: WeightVersion
@@ -290,7 +291,7 @@ class ReadHandover(Message):
     specs: list[TensorSpec]
 
 
-class SyncDone(Message):
+class SyncDone(Message, frozen=True):
     """A transfer ended well."""
 
     seconds: float
@@ -299,14 +300,14 @@ class SyncDone(Message):
     checksum: str = ""
 
 
-class Probe(Message):
+class Probe(Message, frozen=True):
     """Teacher-force these (prompt, response) pairs; truth test."""
 
     sequences: list[tuple[np.ndarray, np.ndarray]]
     temperature: float
 
 
-class ProbeResult(Message):
+class ProbeResult(Message, frozen=True):
     """float32 log-probs per sequence."""
 
     logprobs: list[np.ndarray]
@@ -315,17 +316,17 @@ class ProbeResult(Message):
 # --- trainer -----------------------------------------------------------------------------------------------------
 
 
-class OpenRendezvous(Message):
+class OpenRendezvous(Message, frozen=True):
     """To trainer.0: bind the group's store."""
 
 
-class Rendezvous(Message):
+class Rendezvous(Message, frozen=True):
     """host:port of the group's store."""
 
     address: str
 
 
-class StartTrainer(Message):
+class StartTrainer(Message, frozen=True):
     """Join the group; ``checkpoint``: restore from there."""
 
     rank: int
@@ -334,21 +335,21 @@ class StartTrainer(Message):
     checkpoint: str | None = None
 
 
-class LoadCollection(Message):
+class LoadCollection(Message, frozen=True):
     """Read these rows (mini-batches of (segment, rows in order)); two-phase so that damage breaks no collective."""
 
     collection_id: int
     mini_batches: list[list[tuple[SegmentId, int]]]
 
 
-class CollectionLoaded(Message):
+class CollectionLoaded(Message, frozen=True):
     """``damaged``: segments that could not be read, with reasons."""
 
     damaged: list[tuple[SegmentId, str]]
     seconds: float
 
 
-class TrainCollection(Message):
+class TrainCollection(Message, frozen=True):
     """Train on the loaded collection."""
 
     collection_id: int
@@ -356,7 +357,7 @@ class TrainCollection(Message):
     collection: int
 
 
-class Trained(Message):
+class Trained(Message, frozen=True):
     """Reduced metrics and timings of one collection."""
 
     metrics: dict[str, float]
@@ -365,29 +366,29 @@ class Trained(Message):
     lag_kl: dict[int, float] = {}
 
 
-class BeginCycle(Message):
+class BeginCycle(Message, frozen=True):
     """Weights were synced as this version."""
 
     version: WeightVersion
 
 
-class OffloadTrainer(Message):
+class OffloadTrainer(Message, frozen=True):
     """Make room for hybrids."""
 
     keep_parameters: bool
 
 
-class OnloadTrainer(Message):
+class OnloadTrainer(Message, frozen=True):
     """Take the GPU back."""
 
 
-class SaveCheckpoint(Message):
+class SaveCheckpoint(Message, frozen=True):
     """Write this rank's part into a folder."""
 
     folder: str
 
 
-class ExportModel(Message):
+class ExportModel(Message, frozen=True):
     """Write a Hugging Face folder (rank 0)."""
 
     folder: str
@@ -396,7 +397,7 @@ class ExportModel(Message):
 # --- rewards -----------------------------------------------------------------------------------------------------
 
 
-class RewardRequest(Message):
+class RewardRequest(Message, frozen=True):
     """Worker to its agent (forwarded to a reward process): score these responses."""
 
     data_source: str
@@ -405,7 +406,7 @@ class RewardRequest(Message):
     responses: list[np.ndarray]
 
 
-class RewardReply(Message):
+class RewardReply(Message, frozen=True):
     """One (reward, failure) per response."""
 
     rewards: list[tuple[float | None, str | None]]
