@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hybridsched.errors import DeadlineExceeded, FaultError, HybridschedError
 from hybridsched.runtime import messages as m
@@ -76,6 +77,8 @@ class NodeAgent:
         self._stopping: str | None = None
         self._failure: BaseException | None = None
         self._stop = asyncio.Event()
+        self._empty = asyncio.Event()  # no worker is running
+        self._empty.set()
         self.endpoint = Endpoint(f"agent.{rank}", self.route)
         self.endpoint.on(m.Beat, self._on_beat)
         self.endpoint.on(m.AgentBeat, self._on_controller_beat)
@@ -161,9 +164,12 @@ class NodeAgent:
         except HybridschedError as error:
             return f"did not start: {error}"
         self._watched[spec.worker] = _Watched(handle, self._clock.now())
+        self._empty.clear()
         self.endpoint.tell(CONTROLLER, m.WorkerUp(spec.worker, incarnation, handle.pid))
         end = await handle.wait()
         self._watched.pop(spec.worker, None)
+        if not self._watched:
+            self._empty.set()
         self.endpoint.peer_lost(spec.worker, end.reason)
         return end.reason
 
@@ -188,8 +194,8 @@ class NodeAgent:
             if self.rank != 0 and silent > self._settings.silence_s and self._stopping is None:
                 self._fail(
                     DeadlineExceeded(
-                        f"agent {self.rank} on {self._settings.host}: nothing heard of the controller for {silent:.0f} s"
-                        " (deadlines.agent_silence_s); the step ends and the launch loop starts it again"
+                        f"agent {self.rank} on {self._settings.host}: nothing heard of the controller for"
+                        f" {silent:.0f} s (deadlines.agent_silence_s); the launch loop starts the step again"
                     )
                 )
 
@@ -234,14 +240,16 @@ class NodeAgent:
     async def _end_workers(self) -> None:
         for name, watched in list(self._watched.items()):
             watched.handle.send(m.Envelope(self.endpoint.name, name, 0, False, m.Shutdown(self._stopping or "end")))
-        deadline = self._clock.now() + self._settings.stop_s
-        while self._watched and self._clock.now() < deadline:
-            await asyncio.sleep(min(0.05, self._settings.stop_s))
+        try:
+            async with asyncio.timeout(self._settings.stop_s):
+                await self._empty.wait()
+        except TimeoutError:
+            pass  # the rest is killed below
         for watched in list(self._watched.values()):
             watched.handle.kill("did not leave in time")
 
 
-async def _first_of(*tasks: asyncio.Future[object] | asyncio.Task[None]) -> None:
+async def _first_of(*tasks: asyncio.Future[Any]) -> None:
     """Wait until one of the tasks is done (order of the arguments does not matter)."""
     done = asyncio.Event()
     for task in tasks:
