@@ -1,0 +1,202 @@
+"""One weight sync over a joined BroadcastGroup: the sender's half and the receivers' half.
+
+Owns the order of things on the wire: offer and agreement (specs, bucket size, version), buckets, checksums, done.
+Invariants: at most two buckets of memory on either side beside the model (plus one tensor longer than a bucket where
+the loader takes only complete tensors); the checksum is over the bytes of the bucket as it lies in the buffer, taken
+one bucket behind the transfer; `send_weights` returns only when every receiver has loaded and verified everything.
+Both functions block; workers run them in their ``offload`` thread. Any failure is a WeightSyncError, is told to the
+other ranks, and leaves the group good for nothing but ``close``; what a receiver has loaded by then is not to be
+used: it stays SYNCING and repeats the whole sync on a new group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hybridsched.errors import WeightSyncError
+from hybridsched.model import TensorSpec, WeightVersion
+from hybridsched.weight_sync.group import BroadcastGroup, WeightSyncBroken
+from hybridsched.weight_sync.plan import Bucket, bucket_names, check_offer, make_offer, plan_buckets
+from hybridsched.weight_sync.wire import (
+    Load,
+    LoadSlice,
+    Packer,
+    Progress,
+    Stopwatch,
+    SyncReport,
+    Unpacker,
+    checksum,
+)
+
+
+def send_weights(
+    group: BroadcastGroup,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, Any]],
+    *,
+    version: WeightVersion,
+    bucket_bytes: int,
+    bucket_timeout_s: float,
+    verify: bool = True,
+    on_progress: Progress | None = None,
+) -> SyncReport:
+    """Rank 0: send named tensors, in the order of ``specs``, to all receivers.
+
+    bucket_timeout_s bounds each bucket, the receivers' agreement before the first and their word after the last.
+    Raises WeightSyncError naming the bucket, the seconds, and the ranks that failed or fell silent.
+    """
+    if group.rank != 0:
+        raise WeightSyncError(f"only rank 0 sends weights; this is {group.label(group.rank)}")
+    watch = Stopwatch()
+    with _told_to_others(group):
+        plan = _plan(specs, bucket_bytes)
+        packer = Packer(specs, tensors)
+        ring = _Ring(group.device, plan)
+        sums: list[int] = []
+        with watch.phase("handshake"):
+            group.put("offer/0", make_offer(specs, version, bucket_bytes, verify))
+            group.collect("agree", group.receivers, bucket_timeout_s, "agree to the weight specs")
+
+        previous: tuple[Bucket, Any, Any] | None = None
+        for bucket in [*plan, None]:
+            if bucket is not None:  # packed while the one before is on the wire
+                buffer = ring.buffer(bucket)
+                with watch.phase("pack"):
+                    packer.pack(bucket, buffer)
+            if previous is not None:
+                sent, data, handle = previous
+                if verify:
+                    with watch.phase("checksum"):
+                        sums.append(checksum(data))
+                with watch.phase("transfer"):
+                    group.wait(handle)
+                if on_progress is not None:
+                    on_progress(sent.index + 1, len(plan))
+            if bucket is not None:
+                previous = (bucket, buffer, _start(group, bucket, buffer, bucket_timeout_s, plan, specs))
+        with watch.phase("finish"):
+            group.put("checksums/0", json.dumps(sums).encode())
+            group.collect("done", group.receivers, bucket_timeout_s, "load and verify the weights")
+    return SyncReport(0, str(version), sum(b.nbytes for b in plan), len(plan), watch.total(), tuple(sums))
+
+
+def receive_weights(
+    group: BroadcastGroup,
+    specs: Sequence[TensorSpec],
+    *,
+    version: WeightVersion,
+    bucket_bytes: int,
+    bucket_timeout_s: float,
+    load: Load,
+    load_slice: LoadSlice | None = None,
+    fresh_buffers: bool = False,
+    on_progress: Progress | None = None,
+) -> SyncReport:
+    """A receiver: take what rank 0 sends and hand it to ``load`` as dictionaries of complete named tensors.
+
+    The tensors are views of a reused buffer and die when ``load`` returns; ``fresh_buffers`` gives every bucket its
+    own memory for loaders that keep them. A tensor longer than a bucket is put together first (that much extra
+    memory) unless ``load_slice`` takes its parts. Raises WeightSyncError, also when a checksum does not match: it
+    names bucket and tensors, and the loaded weights must not be used.
+    """
+    watch = Stopwatch()
+    with _told_to_others(group):
+        plan = _plan(specs, bucket_bytes)
+        ring = _Ring(group.device, plan, fresh=fresh_buffers)
+        unpacker = Unpacker(specs, load, load_slice)
+        sums: list[int] = []
+        with watch.phase("handshake"):
+            verify = _agree(group, specs, version, bucket_bytes, bucket_timeout_s)
+
+        def start(bucket: Bucket) -> tuple[Bucket, Any, Any]:
+            buffer = ring.buffer(bucket)
+            return bucket, buffer, _start(group, bucket, buffer, bucket_timeout_s, plan, specs)
+
+        running = start(plan[0])
+        for i in range(len(plan)):
+            bucket, buffer, handle = running
+            with watch.phase("transfer"):
+                group.wait(handle)
+            if i + 1 < len(plan):  # on the wire while this one is verified and loaded
+                running = start(plan[i + 1])
+            if verify:
+                with watch.phase("checksum"):
+                    sums.append(checksum(buffer))
+            with watch.phase("load"):
+                unpacker.unpack(bucket, buffer)
+            if on_progress is not None:
+                on_progress(i + 1, len(plan))
+        with watch.phase("finish"):
+            sent = group.collect("checksums", [0], bucket_timeout_s, "send its checksums")[0]
+            _compare(json.loads(sent), sums, plan, specs)
+            group.put(f"done/{group.rank}", b"1")
+    return SyncReport(group.rank, str(version), sum(b.nbytes for b in plan), len(plan), watch.total(), tuple(sums))
+
+
+class _Ring:
+    """Two buffers in turn, each as long as the longest bucket; or a new one each time."""
+
+    def __init__(self, device: Any, plan: Sequence[Bucket], *, fresh: bool = False) -> None:
+        self._device = device
+        self._longest = max(b.nbytes for b in plan)
+        self._fresh = fresh
+        self._buffers: list[Any] = []
+
+    def buffer(self, bucket: Bucket) -> Any:
+        if self._fresh:
+            return torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self._device)
+        if len(self._buffers) < 2:
+            # zeros, not empty: padding travels too, and must not carry another process's secrets
+            self._buffers.append(torch.zeros(self._longest, dtype=torch.uint8, device=self._device))
+            return self._buffers[-1][: bucket.nbytes]
+        return self._buffers[bucket.index % 2][: bucket.nbytes]
+
+
+def _plan(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:
+    plan = plan_buckets(specs, bucket_bytes)
+    if not plan:
+        raise WeightSyncError("there is nothing to sync: the list of weight specs is empty")
+    return plan
+
+
+def _start(
+    group: BroadcastGroup, bucket: Bucket, buffer: Any, timeout_s: float, plan: Sequence[Bucket], specs: Any
+) -> Any:
+    what = f"bucket {bucket.index} of {len(plan)} ({bucket_names(bucket, specs)})"
+    return group.start(buffer, timeout_s, what)
+
+
+def _agree(
+    group: BroadcastGroup, specs: Sequence[TensorSpec], version: WeightVersion, bucket_bytes: int, timeout_s: float
+) -> bool:
+    raw = group.collect("offer", [0], timeout_s, "offer the weights")[0]
+    verify = check_offer(raw, specs, version, bucket_bytes)
+    group.put(f"agree/{group.rank}", b"1")
+    return verify
+
+
+def _compare(sent: list[int], got: list[int], plan: Sequence[Bucket], specs: Sequence[TensorSpec]) -> None:
+    bad = [bucket for bucket, a, b in zip(plan, sent, got, strict=True) if a != b]
+    if bad:
+        first = bad[0]
+        raise WeightSyncError(
+            f"{len(bad)} of {len(plan)} buckets arrived damaged; first bucket {first.index} "
+            f"({bucket_names(first, specs)}): xxh3 {sent[first.index]:016x} sent, {got[first.index]:016x} received"
+        )
+
+
+@contextmanager
+def _told_to_others(group: BroadcastGroup) -> Iterator[None]:
+    """Whatever goes wrong on this rank ends the wait of the others, and comes out as a WeightSyncError."""
+    try:
+        yield
+    except WeightSyncBroken:
+        raise
+    except Exception as error:
+        what = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        raise group.broken(what) from error
