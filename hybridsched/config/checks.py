@@ -253,7 +253,8 @@ def _trainer(config: RunConfig) -> Iterator[Problem]:
         what = f"would be ignored with trainer.resume_mode: {trainer.resume_mode}"
         yield problem("trainer.resume_from_path trainer.resume_mode", what, "set trainer.resume_mode: resume_path")
     name = trainer.experiment_name
-    if trainer.default_local_dir is None and (not name.strip() or "/" in name or "\0" in name or name in (".", "..")):
+    plain = name.strip() and name.isprintable() and "/" not in name and name not in (".", "..")
+    if trainer.default_local_dir is None and not plain:
         cure = "use a plain name, or set trainer.default_local_dir"
         yield problem("trainer.experiment_name", f"{name!r} cannot name a folder under runs/", cure)
     if trainer.default_local_dir is not None and not trainer.default_local_dir.strip():

@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from hybridsched.config.checks import find_problems
 from hybridsched.config.derived import Derived, derive, format_derived
 from hybridsched.config.keys import Key, all_keys, literal_values, number_kind, suggest, takes_keys, type_text
-from hybridsched.config.peer_keys import REFUSED_VALUES, refusal
+from hybridsched.config.peer_keys import REFUSED_VALUES, has_finer, refusal
 from hybridsched.config.problems import KeyPath, Origin, Origins, Problem, config_error, dotted
 from hybridsched.config.schema import RunConfig
 from hybridsched.config.yaml_source import describe, dump_yaml, parse_value, parse_yaml, read_text
@@ -71,7 +71,7 @@ def resolved_values(config: RunConfig) -> dict[str, Any]:
 def resolved_yaml(config: RunConfig, derived: Derived | None = None) -> str:
     """The resolved configuration as YAML, the derived values after it as comments."""
     table = format_derived(config, derived if derived is not None else derive(config))
-    comments = "\n".join(f"# {line}".rstrip() for line in table.splitlines())
+    comments = "\n".join(f"# {_printable(line)}".rstrip() for line in table.splitlines())
     head = "# Resolved configuration: every key with the value this run uses. Can be given to hybridsched run.\n"
     return f"{head}{dump_yaml(resolved_values(config))}\n# Derived values (for reading; not read back):\n{comments}\n"
 
@@ -91,6 +91,11 @@ def save_resolved(config: RunConfig, path: str | os.PathLike[str], derived: Deri
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _printable(text: str) -> str:
+    """Control characters escaped: YAML forbids them even in comments."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _plain(value: Any) -> Any:
@@ -145,8 +150,11 @@ def _apply_override(values: dict[str, Any], text: str, index: int, origins: Orig
         if outer is not None and outer.section is None and not takes_keys(outer):
             cure = f"give the whole value: {outer.dotted}=..."
             return [Problem((key,), f"{outer.dotted} is {type_text(outer)}, it has no keys", cure, origin)]
-        if not isinstance(below, dict):
+        if below is None:
             below = inner[part] = {}
+        if not isinstance(below, dict):
+            what = f"{dotted(path[:end])} is {describe(below)}, it has no keys"
+            return [Problem((key,), what, f"set {dotted(path[:end])} itself", origin)]
         inner = below
     _mark(origins, path, value, origin)
     _merge(inner, {path[-1]: value}, path[:-1])
@@ -170,11 +178,8 @@ def _keep_known(values: Mapping[str, Any], path: KeyPath, known: dict[str, Any])
     for name, value in values.items():
         here = (*path, name)
         key = all_keys().get(dotted(here))
-        refused = refusal(here) if key is None else None
-        if refused is not None:
-            problems.append(Problem((dotted(here),), "is a key of the peer that is not honoured here", refused))
-        elif key is None:
-            problems.append(Problem((dotted(here),), "unknown key", suggest(here)))
+        if key is None:
+            problems += _unknown(here, value)
         elif key.section is not None:
             if isinstance(value, Mapping):
                 known[name] = {}
@@ -187,6 +192,16 @@ def _keep_known(values: Mapping[str, Any], path: KeyPath, known: dict[str, Any])
         else:
             known[name] = value
     return problems
+
+
+def _unknown(path: KeyPath, value: Any) -> list[Problem]:
+    """Advice on a key the schema lacks: once for a whole foreign section, unless there is better advice inside it."""
+    if isinstance(value, Mapping) and value and has_finer(path):
+        return [problem for name, item in value.items() for problem in _unknown((*path, str(name)), item)]
+    refused = refusal(path)
+    if refused is not None:
+        return [Problem((dotted(path),), "is a key of the peer that is not honoured here", refused)]
+    return [Problem((dotted(path),), "unknown key", suggest(path))]
 
 
 def _validate(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:

@@ -235,3 +235,9 @@ def refusal(path: tuple[str, ...]) -> str | None:
         if sentence is not None:
             return sentence
     return None
+
+
+def has_finer(path: tuple[str, ...]) -> bool:
+    """True when the table has an entry of its own for something below ``path``."""
+    prefix = ".".join(path) + "."
+    return any(pattern.startswith(prefix) and pattern != f"{prefix}*" for pattern in REFUSED_KEYS)

@@ -63,8 +63,10 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def _text(self, text: str) -> yaml.ScalarNode:
-        special = any(re.match(pattern, text) for _, pattern, _ in _PLAIN)
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'" if special else None)
+        style = "'" if any(re.match(pattern, text) for _, pattern, _ in _PLAIN) else None
+        if any(character in text for character in "\x85\u2028\u2029"):  # line breaks to YAML unless escaped
+            style = '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _Dumper._text)
@@ -170,11 +172,9 @@ def _compose_and_construct(text: str, name: str, origins: Origins) -> tuple[yaml
 def _syntax_problem(error: yaml.YAMLError, text: str, name: str) -> Problem:
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
-        what, cure = (
-            f"has a control character (#x{ord(str(error.character)[0]):04x})",
-            "remove it; is this a text file?",
-        )
-        return Problem((), what, cure, Origin(f"{name}:{line}", line))
+        code = error.character if isinstance(error.character, int) else ord(str(error.character)[0])
+        cure = "remove it; is this a text file?"
+        return Problem((), f"has a control character (#x{code:04x})", cure, Origin(f"{name}:{line}", line))
     if not isinstance(error, yaml.MarkedYAMLError):
         return Problem((), f"is not valid YAML ({error})", "correct it", Origin(name))
     mark = error.problem_mark or error.context_mark
