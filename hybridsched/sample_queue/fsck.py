@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hybridsched.errors import QueueError, RunFolderError
 from hybridsched.model import RowRef, SegmentId
-from hybridsched.sample_queue.inspect import newest_chain, open_for_reading
+from hybridsched.sample_queue.inspection import newest_chain, open_for_reading
 from hybridsched.sample_queue.ledger import Entry, LedgerReport, accepted_ref, verify_chain
 from hybridsched.sample_queue.log import ACCEPT_LOG, LEDGER, log_headers
 from hybridsched.sample_queue.segment import verify_segment
