@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,19 +69,26 @@ def load_hf(folder: str | Path, dtype: str = "float32", device: str | torch.devi
 
     Raises DataError when a file is missing or damaged, or a tensor is missing, extra or of the wrong shape.
     """
-    folder = Path(folder)
     model = empty_model(load_config(folder), dtype, device)
-    wanted = dict(named_weights(model))
+    read_weights(folder, dict(named_weights(model)))
+    return model
+
+
+def read_weights(folder: str | Path, targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy every tensor of the folder into the target of its name (dtype and device of the target are kept).
+
+    ``targets``: all tensors of the model. Raises DataError as `load_hf` does.
+    """
+    folder = Path(folder)
     done: set[str] = set()
     for path, names in _weight_files(folder):
-        done |= _copy_file(path, names, wanted, tied=model.lm_head is None)
-    missing = [name for name in wanted if name not in done]
+        done |= _copy_file(path, names, targets)
+    missing = [name for name in targets if name not in done]
     if missing:
         raise DataError(
             f"{folder}: {_some(missing)} not in its safetensors files, though config.json asks for it; "
             "copy the model folder again, or correct config.json (tie_word_embeddings?)"
         )
-    return model
 
 
 def save_hf(model: CausalLM, folder: str | Path, extra_files_from: str | Path | None = None) -> None:
@@ -141,9 +148,10 @@ def _weight_files(folder: Path) -> list[tuple[Path, list[str] | None]]:
     return [(folder / shard, names) for shard, names in sorted(shards.items())]
 
 
-def _copy_file(path: Path, names: list[str] | None, wanted: dict[str, torch.Tensor], *, tied: bool) -> set[str]:
+def _copy_file(path: Path, names: list[str] | None, wanted: Mapping[str, torch.Tensor]) -> set[str]:
     """Copy tensors of one file into the model's; returns the names copied."""
     done: set[str] = set()
+    tied = "lm_head.weight" not in wanted
     try:
         with safe_open(path, framework="pt") as file:
             present = set(file.keys())

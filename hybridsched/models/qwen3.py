@@ -203,11 +203,12 @@ def _eos_to_hf(ids: tuple[int, ...]) -> int | list[int] | None:
     return ids[0] if len(ids) == 1 else list(ids)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, statistics in at least float32; dtype of ``x`` is kept."""
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+    normed = F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype)
+    return normed if weight is None else normed * weight
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
