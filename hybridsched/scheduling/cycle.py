@@ -202,10 +202,8 @@ def collection_target(
     The staleness window is no bound here: a cycle takes at most S, the window holds at least S, and samples that end
     otherwise give their place back.
     """
-    if prompts_left is None:
-        obtainable = required_samples
-    else:
-        obtainable = max(0, queue) + max(0, in_flight) + max(0, prompts_left)
+    left = max(0, queue) + max(0, in_flight) + max(0, prompts_left or 0)
+    obtainable = required_samples if prompts_left is None else left
     samples = min(required_samples, obtainable)
     short = samples < required_samples
     starved = ready_replicas <= 0 and queue < samples
