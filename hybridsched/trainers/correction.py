@@ -70,7 +70,7 @@ def correct(prox: Floats, rollout: Floats, config: RolloutCorrectionConfig) -> C
         raw = importance_weights(prox, rollout, config.rollout_rs)
         upper = config.rollout_rs_threshold
         lower = config.rollout_rs_threshold_lower
-        keep = (raw >= (1.0 / upper if lower is None else lower)) & (raw <= upper)
+        keep = ~((raw < (1.0 / upper if lower is None else lower)) | (raw > upper))  # NaN stays: the loss must show it
     return Correction(weights, keep, truncated)
 
 

@@ -58,7 +58,7 @@ class TorchTrainer(Trainer):
             raise ConfigError("actor_rollout_ref.model.path is null; the torch trainer needs a Hugging Face folder")
         self._config = config
         self._model_folder = Path(path)
-        self._device = torch.device(device)
+        self._device = torch.device("cuda", 0) if device == "cuda" else torch.device(device)
         self._log = log
         self._parking = ParkingLot(self._device, scratch)
         self._schedule = build_schedule(config)

@@ -87,6 +87,8 @@ def sample_problem(sample: Sample) -> str | None:
                 f"{name}, response {index}: {response.n_tokens} tokens but {response.logprobs.shape[0]} log-probs and "
                 f"a mask of {mask_length}; all three must be equally long"
             )
+        if not np.isfinite(response.logprobs).all():
+            return f"{name}, response {index}: log-probs of the sampler are not finite; its weights are damaged"
     return None
 
 

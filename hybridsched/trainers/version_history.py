@@ -28,7 +28,8 @@ class VersionHistory:
     def lags(self, version: WeightVersion, now: WeightVersion, optimizer_steps: int) -> tuple[int, int]:
         """(versions, optimizer steps) between a token's ``version`` and the present; never negative."""
         at = self._counted_at(version)
-        return max(0, now.number - at.number), max(0, optimizer_steps - self._steps.get(at, optimizer_steps))
+        number = version.number if version.lineage == now.lineage else at.number
+        return max(0, now.number - number), max(0, optimizer_steps - self._steps.get(at, optimizer_steps))
 
     def entries(self) -> list[tuple[int, int, int]]:
         """(lineage, number, optimizer steps), for a checkpoint."""
