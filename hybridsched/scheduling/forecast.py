@@ -166,6 +166,10 @@ class ReplicaModel:
         group = self._group(key)
         return [self._tokens(group, i) for i in range(len(group.remaining))]
 
+    def in_batch(self, key: str) -> list[bool]:
+        """Which sequences of a group are running, as of the last ``now``."""
+        return [joined >= 0 for joined in self._group(key).joined]
+
     def resident_tokens(self) -> float:
         """KV tokens really filled: prompts, contexts and what was decoded of everything running."""
         return self._resident0 + self._running * self._progress
