@@ -46,7 +46,9 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-STEPS = np.array([1, 2, 3, 4], np.int64)  #: what a warm-start label adds to the digit before it; only 1 is right
+#: What a warm-start label adds to the digit before it, and how often. Only 1 is right, and it is no likelier than the
+#: others: a greedy response starts out wrong as well.
+STEP_PROBABILITIES = {1: 1 / 3, 2: 1 / 3, 3: 1 / 3}
 STOP_PROBABILITY = 1 / 25  #: that a warm-start label is the end instead of a further digit
 
 
@@ -89,15 +91,16 @@ class RawUniform:
 
 
 def noisy_count(start: int, uniform: RawUniform) -> list[int]:
-    """Token ids of one warm-start response: a walk of digits, each 1 to 4 after its predecessor, then EOS.
+    """Token ids of one warm-start response: a walk of digits with ``STEP_PROBABILITIES``, then EOS.
 
-    A quarter of the steps is right, and the wrong ones are wrong in a learnable way, so that a short supervised phase
-    leaves a model with reward about 0.25 that reinforcement learning has to make choose. The length is geometric with
-    ``STOP_PROBABILITY``, at least one digit, and at most ``MAX_NEW_TOKENS`` tokens with the end.
+    A third of the steps is right, and the wrong ones are wrong in a learnable way, so that a short supervised phase
+    leaves a model with a reward of about 0.3 that reinforcement learning has to make choose. The length is geometric
+    with ``STOP_PROBABILITY``, at least one digit, and at most ``MAX_NEW_TOKENS`` tokens with the end.
     """
     stops = np.flatnonzero(uniform(MAX_NEW_TOKENS - 2) < STOP_PROBABILITY)
     n_digits = 1 + int(stops[0] if stops.size else MAX_NEW_TOKENS - 2)
-    walk = (start + np.cumsum(STEPS[uniform.integers(n_digits, STEPS.size)])) % 10
+    which = np.searchsorted(np.cumsum(list(STEP_PROBABILITIES.values()))[:-1], uniform(n_digits), side="right")
+    walk = (start + np.cumsum(np.array(list(STEP_PROBABILITIES))[which])) % 10
     return [*(DIGIT_0 + int(digit) for digit in walk), EOS]
 
 

@@ -1,6 +1,6 @@
 """The demo's starting model: 0.10M parameters, a short supervised phase on noisy counts, saved as a model folder.
 
-The labels are right a quarter of the time (``task.noisy_count``), so the model has learnt what the task is about and
+A third of the steps in the labels is right (``task.noisy_count``), so the model has learnt what the task is about and
 reinforcement learning has to find out which of its habits pays.
 
 Owns: sizes, recipe and files of that model. Invariants: equal (seed, steps) on one machine give equal bytes; one
