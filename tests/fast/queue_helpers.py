@@ -87,7 +87,11 @@ def responses(draw: st.DrawFn) -> Response:
     cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
     bounds = [0, *cuts, length] if length else []
     versions = sorted(
-        draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**31 - 1)), min_size=len(bounds), max_size=len(bounds)))
+        draw(
+            st.lists(
+                st.tuples(st.integers(0, 3), st.integers(0, 2**31 - 1)), min_size=len(bounds), max_size=len(bounds)
+            )
+        )
     )
     runs = tuple(
         VersionRun(WeightVersion(*version), a, b, draw(st.booleans()))
@@ -98,9 +102,7 @@ def responses(draw: st.DrawFn) -> Response:
         mask = None  # the canonical form of "all ones"
     return Response(
         token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), np.int32),
-        logprobs=np.array(
-            draw(st.lists(st.floats(-100, 0, width=32), min_size=length, max_size=length)), np.float32
-        ),
+        logprobs=np.array(draw(st.lists(st.floats(-100, 0, width=32), min_size=length, max_size=length)), np.float32),
         version_runs=runs,
         finish=draw(st.sampled_from(FinishReason)),
         response_mask=None if mask is None else np.array(mask, np.uint8),
@@ -129,18 +131,34 @@ def samples(draw: st.DrawFn) -> Sample:
 
 def in_child(work: Callable[[], Any], seconds: int = 60) -> Any:
     """Result of ``work`` run in a forked child; AssertionError with its traceback when it raised there."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(reading)
-        signal.alarm(seconds)
-        try:
-            outcome = (True, work())
-        except BaseException:  # noqa: BLE001 - the parent raises it
-            outcome = (False, traceback.format_exc())
-        os.write(writing, pickle.dumps(outcome))
-        os._exit(0)
-    os.close(writing)
+    return at_once([work], seconds)[0]
+
+
+def at_once(works: Iterable[Callable[[], Any]], seconds: int = 60) -> list[Any]:
+    """Results of all ``works``, run in one forked child each that all start at the same moment."""
+    gate_out, gate_in = os.pipe()
+    children = []
+    for work in works:
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(seconds)
+            os.close(gate_in)
+            os.read(gate_out, 1)  # end of file when the parent closes its side
+            try:
+                outcome = (True, work())
+            except BaseException:
+                outcome = (False, traceback.format_exc())
+            os.write(writing, pickle.dumps(outcome))
+            os._exit(0)
+        os.close(writing)
+        children.append((pid, reading))
+    os.close(gate_out)
+    os.close(gate_in)
+    return [_result(pid, reading) for pid, reading in children]
+
+
+def _result(pid: int, reading: int) -> Any:
     with open(reading, "rb") as pipe:
         data = pipe.read()
     _, status = os.waitpid(pid, 0)

@@ -259,9 +259,7 @@ def test_every_flip_in_every_column_is_noticed_and_names_the_dataset(
 
 @settings(max_examples=80, deadline=None)
 @given(share=st.floats(0, 1, exclude_max=True))
-def test_every_truncation_is_noticed(
-    folder: Path, intact: tuple[bytes, list[dict[str, object]]], share: float
-) -> None:
+def test_every_truncation_is_noticed(folder: Path, intact: tuple[bytes, list[dict[str, object]]], share: float) -> None:
     data, _ = intact
     path = folder / "truncated.h5"
     path.write_bytes(data[: int(share * len(data))])
