@@ -456,6 +456,38 @@ def test_the_budget_is_never_exceeded_and_everything_finishes(folder: Path, monk
     assert [[m] * 4 for _, m in lengths] == [[len(t) for t in group] for group in tight]
 
 
+def test_running_sequences_survive_every_change_of_the_cache_geometry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, wide = request(0, 2, 3, max_new_tokens=40), request(1, 1, 45, max_new_tokens=5)
+    third = request(2, 3, 4, max_new_tokens=9)
+    strides: list[tuple[int, int]] = []
+    step = Batch.step
+
+    def watched(self: Batch) -> Any:
+        strides.append((len(self), self.cache.stride))
+        return step(self)
+
+    monkeypatch.setattr(Batch, "step", watched)
+
+    async def staggered(engine: TorchEngine) -> list[list[list[int]]]:
+        running = [asyncio.ensure_future(engine.generate(first))]
+        await progressed(engine, 12)
+        running.append(asyncio.ensure_future(engine.generate(wide)))
+        await running[1]
+        running.append(asyncio.ensure_future(engine.generate(third)))
+        return [tokens(await r) for r in running]
+
+    async def one_by_one(engine: TorchEngine) -> list[list[list[int]]]:
+        return [tokens(await engine.generate(group)) for group in (first, wide, third)]
+
+    got = play(folder, staggered, max_num_seqs=5, kv_cache_tokens=5 * 43)
+    # Two rows of 43, cut anew for a wide third one, and back to five rows while the first two still run.
+    assert list(dict.fromkeys(strides))[:3] == [(2, 43), (3, 53), (2, 53)]
+    assert (5, 43) in strides
+    assert got == play(folder, one_by_one)
+
+
 def test_groups_start_in_order(folder: Path) -> None:
     async def act(engine: TorchEngine) -> list[int]:
         ended: list[int] = []
@@ -618,7 +650,9 @@ def test_weights_nobody_refilled_are_caught_when_used(folder: Path) -> None:
         await engine.pause("abort")
         await refill(engine, model, V1)
         await engine.resume()
-        assert np.isfinite((await engine.generate(request()))[0].logprobs).all()  # no NaN stays in the cache
+        # No NaN stays in the cache: the short row is as wide as its neighbour, masked or not.
+        short, long = await asyncio.gather(engine.generate(request(0, length=1)), engine.generate(request(1)))
+        assert all(np.isfinite(r.logprobs).all() for r in (*short, *long))
 
     play(folder, act)
 
