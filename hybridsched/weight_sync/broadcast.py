@@ -133,7 +133,8 @@ def receive_weights(
                 on_progress(i + 1, len(plan))
         with watch.phase("finish"):
             sent = group.collect("checksums", [0], bucket_timeout_s, "send its checksums")[0]
-            _compare(json.loads(sent), sums, plan, specs)
+            if verify:
+                _compare(json.loads(sent), sums, plan, specs)
             group.put(f"done/{group.rank}", b"1")
     return SyncReport(group.rank, str(version), sum(b.nbytes for b in plan), len(plan), watch.total(), tuple(sums))
 

@@ -27,7 +27,7 @@ from hybridsched.weight_sync.backends import Backend, GlooBackend, NcclBackend
 
 _SLICE_S = 0.1  # how long a waiting thread does not look around
 _PEER_LOOK_S = 0.25  # how often it asks the store whether another rank has failed
-_GRACE_S = 1.0  # how long the first to fail waits for the others' word
+_GRACE_S = 2.0  # how long the first to fail waits for the others' word
 
 
 class WeightSyncBroken(WeightSyncError):

@@ -60,12 +60,12 @@ def test_pieces_can_be_viewed_in_their_dtype(specs: list[TensorSpec], limit: int
     for bucket in plan_buckets(specs, limit):
         for piece in bucket.pieces:
             size = ITEM_SIZE[specs[piece.tensor].dtype]
-            assert (0, 0, 0) == (piece.bucket_offset % ALIGN, piece.nbytes % size, piece.tensor_offset % size)
+            assert (piece.bucket_offset % ALIGN, piece.nbytes % size, piece.tensor_offset % size) == (0, 0, 0)
 
 
 @given(SPECS, LIMITS)
 def test_both_sides_cut_alike(specs: list[TensorSpec], limit: int) -> None:
-    copy = [TensorSpec(s.name, tuple(list(s.shape)), s.dtype) for s in specs]
+    copy = [TensorSpec(s.name, tuple(s.shape), s.dtype) for s in specs]
     assert plan_buckets(specs, limit) == plan_buckets(copy, limit)
     assert digest(specs) == digest(copy)
 
@@ -73,11 +73,11 @@ def test_both_sides_cut_alike(specs: list[TensorSpec], limit: int) -> None:
 def test_small_tensors_share_a_bucket_and_a_long_one_is_sliced() -> None:
     specs = [A, B, TensorSpec("long", (100,), "float32"), B.__class__("c", (1,), "int8")]
     buckets = [[(p.tensor, p.nbytes) for p in b.pieces] for b in plan_buckets(specs, 200)]
-    assert [[(0, 128), (1, 6)], [(2, 192)], [(2, 192)], [(2, 16)], [(3, 1)]] == buckets
+    assert buckets == [[(0, 128), (1, 6)], [(2, 192)], [(2, 192)], [(2, 16)], [(3, 1)]]
 
 
 def test_total_is_the_sum_without_padding() -> None:
-    assert 128 + 6 == total_nbytes([A, B])
+    assert total_nbytes([A, B]) == 128 + 6
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_digest_and_description_see_every_difference(other: list[TensorSpec]) ->
 
 def test_difference_names_the_tensor_and_both_shapes() -> None:
     other = [A, TensorSpec("b", (4,), "float32")]
-    assert "b: sender float32[4], receiver bfloat16[3]" == describe_difference([A, B], other)
+    assert describe_difference([A, B], other) == "b: sender float32[4], receiver bfloat16[3]"
 
 
 def test_no_difference_is_no_text() -> None:

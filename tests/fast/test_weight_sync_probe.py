@@ -16,7 +16,7 @@ def arrays(*rows: list[float]) -> list[np.ndarray]:
 
 def test_equal_logprobs_pass() -> None:
     result = compare_logprobs(arrays([-1, -2], [-3]), arrays([-1, -2], [-3]), 1e-4)
-    assert (0.0, 3, 2, True) == (result.max_abs_diff, result.n_tokens, result.n_probes, result.ok)
+    assert (result.max_abs_diff, result.n_tokens, result.n_probes, result.ok) == (0.0, 3, 2, True)
 
 
 def test_the_largest_difference_is_found_and_placed() -> None:
@@ -44,13 +44,13 @@ def test_a_difference_equal_to_the_tolerance_passes() -> None:
 )
 def test_what_proves_nothing_fails(trainer: list[np.ndarray], receiver: list[np.ndarray], word: str) -> None:
     result = compare_logprobs(trainer, receiver, 1e-4)
-    assert (False, True) == (result.ok, math.isnan(result.max_abs_diff))
+    assert (result.ok, math.isnan(result.max_abs_diff)) == (False, True)
     assert word in result.reason
 
 
 def test_an_empty_response_among_others_is_allowed() -> None:
     result = compare_logprobs(arrays([], [-1]), arrays([], [-1]), 1e-4)
-    assert (True, 1, 2) == (result.ok, result.n_tokens, result.n_probes)
+    assert (result.ok, result.n_tokens, result.n_probes) == (True, 1, 2)
 
 
 @pytest.mark.parametrize("tolerance", [-1.0, math.nan])

@@ -23,7 +23,7 @@ def test_fires_when_no_bucket_finishes() -> None:
     bell = Bell()
     with BucketWatchdog(0.05, bell):
         assert bell.rung.wait(10)
-    assert ["no bucket finished within 0.05 s (before the first bucket)"] == bell.reasons
+    assert bell.reasons == ["no bucket finished within 0.05 s (before the first bucket)"]
 
 
 def test_says_how_far_it_had_come() -> None:
@@ -31,7 +31,7 @@ def test_says_how_far_it_had_come() -> None:
     with BucketWatchdog(0.05, bell) as dog:
         dog.progress(3, 8)
         assert bell.rung.wait(10)
-    assert ["no bucket finished within 0.05 s (after bucket 3 of 8)"] == bell.reasons
+    assert bell.reasons == ["no bucket finished within 0.05 s (after bucket 3 of 8)"]
 
 
 def test_an_order_fires_at_once_and_only_once() -> None:
@@ -39,8 +39,8 @@ def test_an_order_fires_at_once_and_only_once() -> None:
     with BucketWatchdog(60, bell) as dog:
         dog.order_abort("the agent says so")
         dog.order_abort("again")
-        assert "the agent says so" == dog.fired
-    assert ["the agent says so"] == bell.reasons
+        assert dog.fired == "the agent says so"
+    assert bell.reasons == ["the agent says so"]
 
 
 def test_stopped_in_time_it_never_fires() -> None:
