@@ -642,7 +642,7 @@ def test_weights_nobody_refilled_are_caught_when_used(folder: Path) -> None:
     async def act(engine: TorchEngine) -> None:
         await engine.pause("abort")
         await refill(engine, model, V1)
-        engine._weights.named["model.layers.1.mlp.up_proj.weight"].fill_(float("nan"))  # as a lying transport leaves it
+        engine._weights.named["model.layers.0.mlp.up_proj.weight"].fill_(float("nan"))  # as a lying transport leaves it
         assert np.isnan((await engine.logprobs([(prompt(), prompt())], 1.0))[0]).all()
         await engine.resume()
         with pytest.raises(FaultError, match=r"not finite under weight version 0\.1"):
