@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hybridsched.errors import QueueError
 from hybridsched.model import RowRef, SampleRow, SegmentId, Verdict, WeightVersion
 from hybridsched.runlog.base import EventSink
 from hybridsched.runtime.frontier import Frontier
 from hybridsched.runtime.signal import Signal
-from hybridsched.sample_queue.base import ChainedLog, SegmentStore
+from hybridsched.sample_queue.base import ChainedLog, SegmentInfo, SegmentStore
 
 Offload = Callable[..., Awaitable[Any]]
 
@@ -109,20 +110,26 @@ class Intake:
             del self.completed[uid]
         return gone
 
-    async def find_unannounced(self, producer: str | None = None) -> int:
-        """Directory listing as fallback: accept sealed segments nobody announced. Returns new rows."""
+    async def unannounced(self, producer: str | None = None) -> list[SegmentInfo]:
+        """Directory listing as fallback: sealed segments nobody announced. Unreadable ones are quarantined."""
         names: list[SegmentId] = await self._offload(self.store.list)
-        fresh = 0
+        found: list[SegmentInfo] = []
         for name in names:
             if name in self._known or (producer is not None and name.producer != producer):
                 continue
             try:
-                info = await self._offload(self.store.info, name)
-            except Exception as error:  # noqa: BLE001 - any unreadable segment is quarantined and reported
-                await self.quarantine(name, f"{type(error).__name__}: {error}")
-                continue
-            fresh += self.on_sealed(name, info.rows)
-        return fresh
+                found.append(await self._offload(self.store.info, name))
+            except QueueError as error:
+                await self.quarantine(name, str(error))
+        return found
+
+    def unaccept(self, uids: Iterable[int]) -> None:
+        """Rows of these uids are lost; they are generated again."""
+        self._accepted.difference_update(uids)
+
+    def waiting_uids(self) -> list[int]:
+        """Accepted and not taken, in order."""
+        return [row.sample_uid for row in self.queue] + [row.sample_uid for row in self._to_accept]
 
     async def quarantine(self, segment: SegmentId, reason: str) -> list[int]:
         """Move a damaged segment aside; returns the uids whose rows are lost (to be issued again)."""

@@ -63,7 +63,7 @@ class PolicySource:
 
 
 def policies_folders(base_dir: Path | None = None) -> list[Path]:
-    """Existing folders with policy YAMLs: ``policies/`` beside run.yaml, of the repository, of the installed package."""
+    """Existing folders with policy YAMLs: ``policies/`` beside run.yaml, in the repository, in the package."""
     root = Path(__file__).resolve().parents[2]
     # Installed, the root is site-packages, where a folder of that name would be somebody else's.
     repository = root / ("policies" if (root / "setup.cfg").is_file() else "hybridsched/_data/policies")

@@ -72,6 +72,7 @@ class DynamicResourceController:
         self._machine = PoolLifecycle()
         self._tenancy = {w.worker: GpuTenancy(w.worker) for w in plan.of_kind("trainer")}
         self._handovers = 0
+        self.on_tenancy: Callable[[str, Tenant], None] | None = None
         self.lent: list[str] = []
         self.last_activate_s = 0.0
         self.last_deactivate_s = 0.0
@@ -97,6 +98,10 @@ class DynamicResourceController:
         wrong = {gpu: t.state.value for gpu, t in self._tenancy.items() if t.state is not Tenant.TRAINER}
         if wrong:
             raise InternalError(f"training was about to start on GPUs that are not the trainer's: {wrong}")
+
+    def trainer_restarted(self) -> None:
+        """The trainer group is a new one: after a deactivation every GPU is the trainer's, whatever died."""
+        self.require_trainer()
 
     # --- lend -----------------------------------------------------------------------------------------------------
 
@@ -270,10 +275,8 @@ class DynamicResourceController:
     async def _trainers(self, names: list[str], order: m.AnyMessage, what: str) -> None:
         await all_or_raise([self._call(name, order, m.MemoryReport, what) for name in names])
 
-    async def _call(
-        self, name: str, order: m.AnyMessage, reply: type[m.Message], what: str, *, extra_s: float = 0.0
-    ) -> m.AnyMessage:
-        return await self._endpoint.call(name, order, reply, deadline_s=self._settings.switch_s + extra_s, what=what)  # type: ignore[return-value]
+    async def _call(self, name: str, order: m.AnyMessage, reply: type[R], what: str, *, extra_s: float = 0.0) -> R:
+        return await self._endpoint.call(name, order, reply, deadline_s=self._settings.switch_s + extra_s, what=what)
 
     async def _each(self, names: list[str], order: m.AnyMessage, reply: type[R], what: str) -> list[str]:
         """Ask every hybrid; those that fail are lost, the rest goes on."""
@@ -305,6 +308,8 @@ class DynamicResourceController:
             after, _effects = advance(before, event)
             self._tenancy[name] = after
             self._log.event("tenancy", name, old=before.state.value, new=after.state.value, reason=event.value)
+            if self.on_tenancy is not None:
+                self.on_tenancy(name, after.state)
 
     def _pool_note(self, name: str, call: str) -> None:
         self._log.event("switch", name, new=call)

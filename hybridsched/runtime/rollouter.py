@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybridsched.model import Prompt, Purpose, SamplingParams, Verdict
+from hybridsched.model import Prompt, Purpose, SamplingParams, Verdict, WeightVersion
 from hybridsched.runlog.base import EventSink
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.clock import Clock
@@ -22,6 +22,9 @@ from hybridsched.runtime.intake import Completed, Intake
 from hybridsched.runtime.signal import Signal
 from hybridsched.scheduling.load_balancer import LoadBalancer, ReplicaLease
 from hybridsched.scheduling.staleness import Place, StalenessWindow
+
+#: The weights a run starts with.
+FIRST = WeightVersion(0, 0)
 
 
 class Prompts(Protocol):
@@ -47,6 +50,7 @@ class InFlight:
     parked: bool = False
     tokens: int = 0  #: of its partials, when parked
     admitted_at: float = 0.0
+    version: WeightVersion = FIRST  #: current when it was (re-)issued: not newer than its oldest token
 
 
 @dataclass(slots=True)
@@ -103,6 +107,7 @@ class Rollouter:
         self._parked: dict[int, InFlight] = {}
         self._on_replica: dict[str, int] = {}
         self._again: deque[tuple[int, int]] = deque()  # (uid, issue)
+        self.current_version: Callable[[], WeightVersion] = lambda: FIRST
         self.validation: ValidationRun | None = None
         self.reserve = 0  #: parked leases kept back until the lending decision is known
         self.blocked: dict[str, str] = {}  #: replicas whose disk is full
@@ -153,6 +158,28 @@ class Rollouter:
         """Leases running on one replica."""
         return self._on_replica.get(replica, 0)
 
+    def waiting(self) -> list[int]:
+        """Samples to be issued again."""
+        return [uid for uid, _issue in self._again]
+
+    def is_in_flight(self, uid: int) -> bool:
+        """True while a training sample is generated or parked."""
+        return uid in self._by_uid
+
+    def oldest_versions(self) -> dict[int, WeightVersion]:
+        """Version under which each training sample in flight began."""
+        return {f.uid: f.version for f in self._flights.values() if f.purpose is Purpose.TRAIN}
+
+    def leases_to_move(self, *, everything: bool) -> dict[str, list[int]]:
+        """Running training leases to abort so that the load becomes even: replica -> leases."""
+        running = {f.token: f for f in self._flights.values() if f.purpose is Purpose.TRAIN and not f.parked}
+        chosen = list(running) if everything else [move.lease for move in self.balancer.moves_to_even()]
+        out: dict[str, list[int]] = {}
+        for token in chosen:
+            if token in running:
+                out.setdefault(running[token].replica, []).append(running[token].lease)
+        return out
+
     # --- admission ------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
@@ -193,8 +220,11 @@ class Rollouter:
     def _send(
         self, prompt: Prompt, uid: int, purpose: Purpose, params: SamplingParams, replica: str, issue: int, epoch: int
     ) -> None:
-        lease = self._new_lease(replica, params.n)
-        self._register(InFlight(lease, uid, purpose, replica, params.n, params.n, issue, admitted_at=self._clock.now()))
+        lease, token = self._new_lease(), self._balancer_of(purpose).acquire(replica, params.n)
+        now = self._clock.now()
+        flight = InFlight(lease, uid, purpose, replica, token, params.n, params.n, issue, admitted_at=now)
+        flight.version = self.current_version()
+        self._register(flight)
         self._endpoint.tell(
             replica,
             m.Lease(

@@ -1,0 +1,540 @@
+"""The controller: the training cycle of DESIGN.md section 6, on rank 0.
+
+Owns: the order of things in a cycle (lend, collect, train, sync, decide), the weight version and its lineages, and
+where the policy is asked. Invariants: every wait ends; a collection is trained only when every trainer GPU is the
+trainer's; the policy's `update_after_step` runs once per version; metrics belong to the cycle that produced them.
+What it orders is carried out by Rollouter, Intake, WeightSynchronizer, DynamicResourceController and Fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from hybridsched.errors import DeadlineExceeded, FaultError, Interrupted, RequeueRequested, RunStalled
+from hybridsched.model import ReplicaKind, SampleRow, SegmentId, Verdict, WeightVersion
+from hybridsched.runtime import messages as m
+from hybridsched.runtime.cycle_record import CollectionRecord, CycleRecord, Static, metrics
+from hybridsched.runtime.lending import Lending
+from hybridsched.runtime.parts import Parts
+from hybridsched.runtime.recovery import Recovery
+from hybridsched.runtime.validation import Validation
+from hybridsched.scheduling.cycle import (
+    CollectionTarget,
+    collection_target,
+    end_of_data,
+    last_collection_action,
+    step_wait_samples,
+)
+from hybridsched.scheduling.lifecycle import ReplicaState
+from hybridsched.scheduling.staleness import sample_age, too_old
+from hybridsched.trainers.batching import partition_samples
+
+#: How many finished samples the stall check looks back on.
+STALL_WINDOW = 200
+
+
+class CutShort(Exception):
+    """Nobody generates and samples are missing, but a weight sync brings a replica back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    version: WeightVersion
+    cycles: int
+    trained: int
+    activations: int
+    deactivations: int
+    skipped_syncs: int
+    wall_clock_s: float
+    reason: str
+
+
+class Controller:
+    """One run."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._s = parts.services
+        self._config = parts.services.config
+        self._d = parts.services.derived
+        self._lending = Lending(parts)
+        self._validation = Validation(parts)
+        self._recovery = Recovery(parts)
+        self._outcomes: deque[str] = deque(maxlen=STALL_WINDOW)
+        self._collection_id = 0
+        self._cycles = 0
+        self._began = 0.0
+        self._cycle = CycleRecord(WeightVersion(0, 0), self._s.clock.now())
+        self._static = Static(
+            a=self._d.n_trainer_gpus,
+            b=self._d.n_rollout_gpus,
+            required_samples=self._d.required_samples,
+            max_required_samples=self._d.max_required_samples,
+            staleness_threshold=self._config.async_training.staleness_threshold,
+            max_concurrent_samples=self._d.concurrency_with_hybrids,
+        )
+        endpoint = self._s.endpoint
+        endpoint.on(m.SampleCompleted, self._on_completed)
+        endpoint.on(m.SegmentSealed, self._on_sealed)
+
+    async def run(self, resume_from: str | None = None) -> RunSummary:
+        """From start-up to the last checkpoint. Raises what ended the run otherwise."""
+        parts = self.parts
+        self._began = self._s.clock.now()
+        background = [
+            asyncio.ensure_future(parts.fleet.watch()),
+            asyncio.ensure_future(parts.intake.scribe()),
+            asyncio.ensure_future(self._scan_forever()),
+            asyncio.ensure_future(self._measure_lag()),
+        ]
+        try:
+            await parts.fleet.start_engines()
+            await parts.fleet.start_trainers(resume_from)
+            if resume_from is not None:
+                await self._recovery.restore(resume_from)
+            await self._open()
+            reason = await self._loop()
+            await self._close(reason)
+            return self._summary(reason)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+
+    async def _loop(self) -> str:
+        while True:
+            try:
+                reason = await self._one_cycle()
+            except FaultError:
+                if self.parts.fleet.trainer_down is None or self.parts.fleet.fatal is not None:
+                    raise
+                await self._recovery.trainer_group(self._cycle)
+                await self._sync_point(checkpoint=False, bump=False)
+                continue
+            if reason:
+                return reason
+
+    # --- opening and closing --------------------------------------------------------------------------------------
+
+    async def _open(self) -> None:
+        """Before cycle 1: checkpoint 0, sync of the first version, decision, activation."""
+        fresh = self.parts.version == WeightVersion(0, 0)
+        self._status("first weight sync")
+        await self._sync_point(checkpoint=fresh, bump=False, validate=fresh and self._config.trainer.val_before_train)
+
+    async def _close(self, reason: str) -> None:
+        """The last short cycle is synced, validated and checkpointed; nothing is lent any more."""
+        parts = self.parts
+        if parts.resources.is_active:
+            await parts.resources.deactivate("end of the run")
+        await self._surplus()
+        await parts.intake.settled(self._config.deadlines.call_s * self._config.deadlines.scale)
+        parts.log.event("run", "run", new="finished", reason=reason)
+
+    async def _surplus(self) -> None:
+        """What is left over at the end gets its verdict, so that every sample has one."""
+        parts = self.parts
+        parts.rollouter.paused = "end of the run"
+        await self._flush_all("end of the run")
+        for row in list(parts.intake.queue):
+            parts.intake.verdict(row.sample_uid, Verdict.SURPLUS, row=row, version=list(parts.version))
+        parts.intake.queue.clear()
+
+    # --- one cycle ------------------------------------------------------------------------------------------------
+
+    async def _one_cycle(self) -> str:
+        """K collections, one sync, one decision. Returns why the run is over, or ""."""
+        parts = self.parts
+        over = ""
+        cut = ""
+        for index in range(self._config.async_training.trigger_parameter_sync_step):
+            self._stop_if_asked()
+            record = CollectionRecord()
+            began = self._s.clock.now()
+            try:
+                if parts.resources.is_active:
+                    await self._take_back()
+                over = await self._collect_and_train(record, index)
+            except CutShort as why:
+                cut = str(why)
+            record.allocated_s = self._s.clock.now() - began - self._cycle_wait(began)
+            if record.samples:
+                self._cycle.collections.append(record)
+            if over or cut:
+                break
+        if cut:
+            parts.log.event("cycle", str(parts.version), new="cut short", reason=cut)
+        limit = self._config.trainer.total_training_steps
+        if not over and limit is not None and parts.version.number + 1 >= limit:
+            over = f"trainer.total_training_steps = {limit}"
+        await self._sync_point(checkpoint=None, bump=True, last=bool(over))
+        return over
+
+    def _cycle_wait(self, began: float) -> float:
+        """Lending time inside a collection: those GPUs were not the trainer's (utilization.py)."""
+        return self._lending.wait_since(began)
+
+    async def _take_back(self) -> None:
+        self._status("lending")
+        if self._d.only_hybrid and self._validation.running:
+            await self._validation.finish(self._cycle)
+        await self._lending.take_back(self._cycle)
+
+    async def _collect_and_train(self, record: CollectionRecord, index: int) -> str:
+        """Wait for R samples and train on them. Returns why the run is over, or ""."""
+        parts = self.parts
+        while True:
+            rows, target = await self._collect(record)
+            if target.short and rows and last_collection_action(len(rows), self._d.data_parallel_size) == "surplus":
+                for row in rows:
+                    parts.window.verdict(row.sample_uid, Verdict.SURPLUS)
+                    parts.intake.verdict(row.sample_uid, Verdict.SURPLUS, row=row, version=list(parts.version))
+                rows = []
+            if not rows:
+                return "end of data"
+            if await self._train(rows, record, index):
+                break
+        if end_of_data(parts.rollouter.prompts_left(), parts.rollouter.in_flight(), parts.intake.available()):
+            return "end of data"
+        return ""
+
+    # --- collecting -----------------------------------------------------------------------------------------------
+
+    async def _collect(self, record: CollectionRecord) -> tuple[list[SampleRow], CollectionTarget]:
+        """The next R accepted rows (fewer at the end of data), in accept order."""
+        parts = self.parts
+        began = self._s.clock.now()
+        record.wait_samples = step_wait_samples(self._d.required_samples, parts.intake.available())
+        self._lending.note_wait_begin(record.wait_samples)
+        self._activity("wait")
+        self._status("collecting")
+        flushed: set[int] = set()
+        enough_at: float | None = None
+        bound = self._config.deadlines.collect_s * self._config.deadlines.scale
+        arrived, arrivals_at = parts.rollouter.generated, began
+        while True:
+            self._check()
+            self._drop_stale()
+            target = self._target()
+            now = self._s.clock.now()
+            if enough_at is None and parts.intake.available() >= target.samples:
+                enough_at = now
+            if len(parts.intake.queue) >= target.samples:
+                break
+            self._flush_missing(target.samples, flushed)
+            if target.starved:
+                self._cure_starvation(target)
+            if parts.rollouter.generated != arrived:
+                arrived, arrivals_at = parts.rollouter.generated, now
+            left = arrivals_at + bound - now
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"no sample arrived for {bound:g} s (deadlines.collect_s): {target.reason}; "
+                    f"{parts.rollouter.in_flight()} in flight, ready replicas: {parts.pool.ready() or 'none'}, "
+                    f"disk: {parts.rollouter.blocked or 'fine'}"
+                )
+            await parts.changed.wait(left)
+        now = self._s.clock.now()
+        record.wait_s += (enough_at or now) - began
+        record.seal_wait_s += now - (enough_at or now)
+        self._lending.note_wait_end((enough_at or now) - began)
+        rows = parts.intake.take(target.samples)
+        for row in rows:
+            parts.window.taken(row.sample_uid)
+        return rows, target
+
+    def _target(self) -> CollectionTarget:
+        parts = self.parts
+        return collection_target(
+            self._d.required_samples,
+            parts.intake.available(),
+            parts.rollouter.in_flight(),
+            parts.rollouter.prompts_left(),
+            len(parts.pool.ready()),
+        )
+
+    def _cure_starvation(self, target: CollectionTarget) -> None:
+        """No READY replica: a weight sync brings back who waits for weights, or hybrids where there is nobody else."""
+        parts = self.parts
+        waiting = parts.pool.names(ReplicaKind.STANDALONE, (ReplicaState.ASLEEP, ReplicaState.HELD))
+        if any(parts.pool.is_up(name) for name in waiting):
+            raise CutShort(f"{target.reason}; {', '.join(waiting)} wait for weights")
+        alone = not parts.pool.names(ReplicaKind.STANDALONE)
+        if alone and parts.resources.lendable() and not parts.resources.is_active:
+            raise CutShort(f"{target.reason}; hybrids are all there is")
+
+    def _flush_missing(self, need: int, flushed: set[int]) -> None:
+        for replica, uids in self.parts.intake.missing(need).items():
+            if not flushed.issuperset(uids):
+                flushed.update(uids)
+                self._s.endpoint.tell(replica, m.Flush("collection needs the rows"))
+
+    async def _flush_all(self, reason: str) -> None:
+        for name in self.parts.pool.names():
+            if self.parts.pool.is_up(name):
+                self._s.endpoint.tell(name, m.Flush(reason))
+        await self.parts.changed.wait(self._config.queue.seal_age_s)
+
+    def _drop_stale(self) -> None:
+        """Strategy drop: accepted samples beyond max_off_policy_threshold get the verdict `stale`."""
+        threshold = self._config.async_training.max_off_policy_threshold
+        parts = self.parts
+        if threshold is None or not parts.intake.queue:
+            return
+        stale = [r for r in parts.intake.queue if too_old(self._age(r), threshold)]
+        if not stale:
+            return
+        gone = {row.sample_uid for row in stale}
+        kept = [row for row in parts.intake.queue if row.sample_uid not in gone]
+        parts.intake.queue.clear()
+        parts.intake.queue.extend(kept)
+        for row in stale:
+            parts.window.verdict(row.sample_uid, Verdict.STALE)
+            parts.intake.verdict(row.sample_uid, Verdict.STALE, row=row, age=self._age(row))
+            self._cycle.verdicts["stale"] += 1
+            parts.log.event("sample", str(row.sample_uid), new="stale", reason=f"age {self._age(row)} > {threshold}")
+        parts.rollouter.pump()
+
+    def _age(self, row: SampleRow) -> int:
+        return sample_age(row.oldest, self.parts.version, self.parts.forks)
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    async def _train(self, rows: list[SampleRow], record: CollectionRecord, index: int) -> bool:
+        """Train on these rows. False: a segment was damaged; the collection is to be taken again."""
+        parts, deadlines = self.parts, self._config.deadlines
+        parts.resources.require_trainer()
+        self._collection_id += 1
+        ranks = parts.plan.of_kind("trainer")
+        orders = self._split(rows, len(ranks))
+        began = self._s.clock.now()
+        self._activity("train")
+        self._status("training")
+        loaded = await parts.trainers(
+            [m.LoadCollection(self._collection_id, order) for order in orders],
+            m.CollectionLoaded,
+            deadlines.call_s * deadlines.scale,
+            "loading a collection",
+        )
+        damaged = {segment: why for reply in loaded for segment, why in reply.damaged}
+        if damaged:
+            await self._damaged(rows, damaged)
+            return False
+        record.load_s += self._s.clock.now() - began
+        order = m.TrainCollection(self._collection_id, parts.version, index)
+        results = await parts.trainers([order] * len(ranks), m.Trained, deadlines.train_s * deadlines.scale, "training")
+        result = results[0]
+        record.timing_s, record.train = result.timing_s, result.metrics
+        record.tokens, record.samples = sum(r.n_tokens for r in results), len(rows)
+        for row in rows:
+            age = self._age(row)
+            self._cycle.ages.append(age)
+            parts.intake.verdict(
+                row.sample_uid,
+                Verdict.TRAINED,
+                row=row,
+                version=list(parts.version),
+                collection=parts.collections,
+                age=age,
+            )
+        parts.collections += 1
+        parts.optimizer_steps = int(result.metrics.get("optimizer_steps", parts.optimizer_steps))
+        parts.trained += len(rows)
+        self._cycle.verdicts["trained"] += len(rows)
+        await parts.intake.settled(deadlines.call_s * deadlines.scale)
+        self._activity("wait")
+        self._cycle.mq_size = parts.intake.available()
+        self._s.check_owner()
+        return True
+
+    def _split(self, rows: list[SampleRow], ranks: int) -> list[list[list[tuple[Any, int]]]]:
+        """Per rank, per mini-batch: row references. Balanced by tokens, deterministic."""
+        size = self._config.actor_rollout_ref.actor.ppo_mini_batch_size
+        orders: list[list[list[tuple[Any, int]]]] = [[] for _ in range(ranks)]
+        for first in range(0, len(rows), size):
+            mini = rows[first : first + size]
+            for rank, chosen in enumerate(partition_samples([row.n_tokens for row in mini], ranks)):
+                orders[rank].append([(mini[i].ref.segment, mini[i].ref.row) for i in chosen])
+        return orders
+
+    async def _damaged(self, rows: list[SampleRow], damaged: dict[Any, str]) -> None:
+        """Quarantine, put the sound rows back, issue the lost samples again."""
+        parts = self.parts
+        names = {SegmentId(*segment): why for segment, why in damaged.items()}
+        lost = [row.sample_uid for row in rows if row.ref.segment in names]
+        sound = [row for row in rows if row.ref.segment not in names]
+        for row in sound:
+            parts.window.reissued(row.sample_uid)
+            parts.window.completed(row.sample_uid)
+        parts.intake.put_back(sound)
+        for segment, why in names.items():
+            lost += await parts.intake.quarantine(segment, why)
+        parts.intake.unaccept(lost)
+        parts.rollouter.issue_again(lost, "its segment is damaged")
+        parts.rollouter.pump()
+
+    # --- sync, decision -------------------------------------------------------------------------------------------
+
+    async def _sync_point(
+        self, *, checkpoint: bool | None, bump: bool, last: bool = False, validate: bool | None = None
+    ) -> None:
+        """Weight sync, checkpoint, decision, metrics, validation. checkpoint None: when due."""
+        parts, trainer = self.parts, self._config.trainer
+        if self._validation.running:
+            await self._validation.finish(self._cycle)
+        if bump:
+            await self._lending.wait_for_old(self._cycle)
+            parts.version = WeightVersion(parts.version.lineage, parts.version.number + 1)
+            parts.window.synced()
+        self._status("weight sync")
+        self._activity("sync")
+        await self._lending.sync(self._cycle, last=last)
+        await parts.trainers_same(
+            m.BeginCycle(parts.version), m.Ok, self._config.deadlines.switch_s, "beginning a cycle"
+        )
+        number = parts.version.number
+        due = last or (trainer.save_freq > 0 and number > 0 and number % trainer.save_freq == 0)
+        folder = await self._recovery.save_trainer(self._cycle) if (due if checkpoint is None else checkpoint) else None
+        await self._lending.decide(self._cycle, last=last)
+        if folder is not None:
+            await self._recovery.commit(folder, self._cycle)
+        if validate is None:
+            validate = (last and trainer.val_at_end) or (trainer.test_freq > 0 and number % trainer.test_freq == 0)
+        if validate and self._s.validation_prompts:
+            self._validation.start()
+            if last or number == 0 or self._d.only_hybrid:
+                await self._validation.finish(self._cycle)
+        self._end_cycle(bump)
+
+    def _end_cycle(self, counted: bool) -> None:
+        parts = self.parts
+        cycle = self._cycle
+        cycle.ended = self._s.clock.now()
+        cycle.u_rollout = parts.capacity.utilization(cycle.ended)
+        cycle.rollout_active_s = parts.capacity.active_time_s(cycle.ended)
+        parts.capacity.roll(cycle.ended)
+        cycle.gpu_seconds = parts.tenancy.roll(cycle.ended)
+        cycle.generated = parts.rollouter.generated
+        if counted:
+            self._cycles += 1
+            values = metrics(cycle, self._static, parts.gauges())
+            parts.log.metrics(parts.version.number, values)
+            self._status("cycle done", values)
+        parts.rollouter.generated = 0
+        self._cycle = CycleRecord(parts.version, cycle.ended)
+        self._lending.new_cycle()
+        if self._s.audit is not None:
+            self._s.audit()
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def _on_completed(self, done: m.SampleCompleted, src: str) -> None:
+        parts = self.parts
+        flight = parts.rollouter.on_completed(done, src)
+        if flight is not None and flight.purpose.value == "train":
+            self._outcomes.append(done.verdict or "good")
+            cycle = self._cycle
+            cycle.generation_s.append(self._s.clock.now() - flight.admitted_at)
+            cycle.spans.append(done.version_span)
+            cycle.rewards.extend(r for r in done.rewards if r is not None)
+            cycle.lengths.extend(done.n_tokens)
+            if done.verdict:
+                cycle.verdicts[done.verdict] += 1
+        parts.rollouter.pump()
+        parts.changed.notify()
+
+    def _on_sealed(self, sealed: m.SegmentSealed, _src: str) -> None:
+        parts = self.parts
+        segment = SegmentId(*sealed.segment)
+        parts.log.event(
+            "segment", str(segment), new="sealed", reason=sealed.reason, rows=len(sealed.rows), n_bytes=sealed.n_bytes
+        )
+        parts.accept(segment, sealed.rows)
+        parts.changed.notify()
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self.parts.fleet.check()
+        self._stop_if_asked()
+        self._check_stall()
+
+    def _check_stall(self) -> None:
+        """Everything filtered, everything failing: stop and say so."""
+        seen = len(self._outcomes)
+        if seen < min(STALL_WINDOW, 4 * self._d.step_required_samples, 50) or seen < 8:
+            return
+        failed = self._outcomes.count("failed") / seen
+        filtered = self._outcomes.count("filtered") / seen
+        limit = self._config.reward.max_failed_fraction
+        if failed > limit or (seen == STALL_WINDOW and filtered == 1.0):
+            raise RunStalled(
+                f"of the last {seen} samples {failed:.0%} failed, {filtered:.0%} were filtered and "
+                f"{1 - failed - filtered:.0%} can be trained on (limit: reward.max_failed_fraction = {limit:.0%}); look at "
+                "the reasons: hybridsched explain RUN samples"
+            )
+
+    def _stop_if_asked(self) -> None:
+        kind = self._s.stop.kind
+        if kind == "stop":
+            raise Interrupted("stopped as asked; everything finished is on disk, go on with --resume")
+        if kind == "requeue":
+            raise RequeueRequested("time limit or preemption")
+
+    async def _scan_forever(self) -> None:
+        """Directory listing as fallback for announcements that were lost."""
+        while True:
+            await asyncio.sleep(self._config.queue.scan_s)
+            await self.parts.find_unannounced(None)
+
+    async def _measure_lag(self) -> None:
+        period = self._s.beat_s
+        while True:
+            before = self._s.clock.now()
+            await asyncio.sleep(period)
+            lag = self._s.clock.now() - before - period
+            self._cycle.lag_s = max(self._cycle.lag_s, lag)
+            if lag > 1.0:
+                self.parts.log.event("fault", "controller", new="event loop lag", reason=f"{lag:.2f} s")
+
+    # --- telling --------------------------------------------------------------------------------------------------
+
+    def _activity(self, what: str) -> None:
+        if self.parts.resources.is_active:
+            return
+        for w in self.parts.plan.of_kind("trainer"):
+            self.parts.log.event("activity", w.worker, new=what)
+
+    def _status(self, phase: str, values: dict[str, float] | None = None) -> None:
+        parts = self.parts
+        self._s.on_status(
+            {
+                "phase": phase,
+                "version": parts.version.number,
+                "queue": parts.intake.available(),
+                "in_flight": parts.rollouter.in_flight(),
+                "tenant": "hybrid" if parts.resources.is_active else "trainer",
+                "trained": parts.trained,
+                "decision": self._lending.last_decision,
+                "elapsed_s": self._s.clock.now() - self._began,
+                "metrics": values or {},
+            }
+        )
+
+    def _summary(self, reason: str) -> RunSummary:
+        parts = self.parts
+        return RunSummary(
+            version=parts.version,
+            cycles=self._cycles,
+            trained=parts.trained,
+            activations=parts.resources.activations,
+            deactivations=parts.resources.deactivations,
+            skipped_syncs=self._lending.skipped_syncs,
+            wall_clock_s=self._s.clock.now() - self._began,
+            reason=reason,
+        )
