@@ -208,7 +208,7 @@ class HandoverWriter:
             try:
                 channel.send(_READY.pack(bucket.index, sums[-1]), timeout_s)
             except PeerGone as error:
-                self._lose(name, f"bucket {bucket.index}: {error}", lost)
+                self._lose(name, _last_words(channel) or f"bucket {bucket.index}: {error}", lost)
         self._raise_if_alone(lost)
 
     def _await_acks(
@@ -354,6 +354,17 @@ class HandoverReader:
                 self._channel.send_blob(why.encode(), 1.0)
             except PeerGone:  # then the writer learns it from the end of the connection
                 return
+
+
+def _last_words(channel: Channel) -> str:
+    """What a reader that hung up said before, if anything: its answers wait in the socket."""
+    words = ""
+    try:
+        while not words:
+            words = channel.receive_blob(0.1).decode()
+    except PeerGone:
+        return ""
+    return words
 
 
 def sweep(run_id: str, folder: Path | None = None) -> list[Path]:

@@ -31,12 +31,12 @@ class Ring:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
-        self._map = mmap.mmap(fd, nbytes)
         self._slot = nbytes // 2
-        self._flat: Any = torch.frombuffer(self._map, dtype=torch.uint8)
+        # Never closed by hand: torch keeps the map alive, but not locked, and closing it under a view is a segfault.
+        self._flat: Any = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 
     def view(self, bucket: Bucket) -> Any:
-        """The bucket's bytes as a flat uint8 tensor; dead after `close`."""
+        """The bucket's bytes as a flat uint8 tensor; what lies there changes with the next bucket of this slot."""
         start = bucket.index % 2 * self._slot
         return self._flat[start : start + bucket.nbytes]
 
@@ -46,10 +46,6 @@ class Ring:
             self._flat = None
             os.close(self.fd)
             self.fd = -1
-            try:
-                self._map.close()
-            except BufferError:  # a loader kept a view: the map goes with that view
-                return
 
     def __enter__(self) -> Ring:
         return self
