@@ -31,23 +31,26 @@ class SwitchCost:
     ) -> None:
         """Take in the last measured durations (0: none yet), once per cycle after a possible activation.
 
-        With counts a switch is new when its count grew. Without, when its duration is another one than before: then
-        repeating what is known adds nothing, and a duration of 0 lets the same value count again later.
+        With counts a switch is new when its count grew. Without, when its duration changed; as activations and
+        deactivations alternate, one that changed implies the other. Repeating both values adds nothing, and a
+        duration of 0 lets the same value count again later.
         """
-        a_mark: float = activate_s if activations is None else activations
-        d_mark: float = deactivate_s if deactivations is None else deactivations
-        activated = a_mark > 0 and a_mark != self._seen_activate and activate_s > 0
-        deactivated = d_mark > 0 and d_mark != self._seen_deactivate and deactivate_s > 0
+        counted = activations is not None and deactivations is not None
+        a_mark: float = activations if activations is not None and counted else activate_s
+        d_mark: float = deactivations if deactivations is not None and counted else deactivate_s
+        activated = activate_s > 0 and a_mark != self._seen_activate
+        deactivated = deactivate_s > 0 and d_mark != self._seen_deactivate
         self._seen_activate, self._seen_deactivate = a_mark, d_mark
-        if deactivated and self._open is None and activated:
-            # Both for the first time in one look: they belong together, unless the hybrids are known to be lent now.
-            if activations is None or activations == deactivations:
-                self.pairs.append(activate_s + deactivate_s)
-                return
-        elif deactivated and self._open is not None:
+        if not counted and activated and deactivate_s > 0:
+            deactivated = True
+        if deactivated and self._open is not None:
             # Within a cycle the deactivation comes first, so it ends the activation of an earlier cycle.
             self.pairs.append(self._open + deactivate_s)
             self._open = None
+        elif deactivated and activate_s > 0 and (not counted or (activated and activations == deactivations)):
+            # Nothing open: the activation shown beside it is the one it ended (unless hybrids are lent right now).
+            self.pairs.append(activate_s + deactivate_s)
+            return
         if activated:
             self._open = activate_s
 
