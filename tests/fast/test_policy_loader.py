@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.resources
 import inspect
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_installed_policies_come_from_the_package_and_not_from_a_neighbour(
     for folder in (site / "policies", site / "hybridsched" / "_data" / "policies", site / "hybridsched" / "runtime"):
         folder.mkdir(parents=True)
     monkeypatch.setattr(policy_loader, "__file__", str(site / "hybridsched" / "runtime" / "policy_loader.py"))
-    monkeypatch.setattr(policy_loader.importlib.resources, "files", lambda _: site / "hybridsched")
+    monkeypatch.setattr(importlib.resources, "files", lambda _: site / "hybridsched")
     assert policies_folders(tmp_path) == [site / "hybridsched" / "_data" / "policies"]
 
 
@@ -206,7 +207,7 @@ def test_an_entry_point_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest
         "plugged", "hybridsched.scheduling:StaticFullyAsyncPolicy", policy_loader.ENTRY_POINT_GROUP
     )
     broken = importlib.metadata.EntryPoint("broken", "no_such_module_anywhere:X", policy_loader.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(policy_loader.importlib.metadata, "entry_points", lambda group: [point, broken])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point, broken])
     assert type(load(tmp_path, "plugged")) is StaticFullyAsyncPolicy
     with pytest.raises(ConfigError, match="entry point broken = no_such_module_anywhere:X cannot be loaded"):
         load(tmp_path, "broken")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,7 +83,7 @@ def test_a_sample_issued_again_is_not_counted_twice() -> None:
 def test_contradictions_are_refused_and_change_nothing() -> None:
     window = StalenessWindow(3)
     window.admitted(1)
-    for wrong in (
+    wrongs: list[Callable[[], object]] = [
         lambda: window.admitted(1),
         lambda: window.completed(2),
         lambda: window.taken(1),
@@ -89,7 +91,8 @@ def test_contradictions_are_refused_and_change_nothing() -> None:
         lambda: window.verdict(2, Verdict.STALE),
         lambda: window.reissued(2),
         lambda: window.restored(in_flight=[1], queued=[1]),
-    ):
+    ]
+    for wrong in wrongs:
         with pytest.raises(WindowError):
             wrong()
         assert (window.in_flight, window.counted) == (1, 1)
@@ -280,7 +283,8 @@ def test_due_before_a_sync_are_those_it_would_make_too_old_oldest_first() -> Non
 
 @given(st.integers(0, 3), st.integers(1, 6), st.integers(0, 40))
 def test_samples_admitted_by_the_rule_and_taken_in_order_are_never_too_old(max_age: int, s: int, steps: int) -> None:
-    version, consumed, queue = 0, 0, []
+    version, consumed = 0, 0
+    queue: list[int] = []
     for _ in range(steps):
         while admit_for_wait(len(queue), consumed, s, max_age):
             queue.append(version)
