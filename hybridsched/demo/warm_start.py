@@ -24,7 +24,7 @@ from hybridsched.models.qwen3 import CausalLM, ModelConfig, seeded_init
 
 BATCH = 32  #: sequences of one supervised step
 PEAK_LR = 3e-3
-WARMUP_STEPS = 20
+WARMUP_STEPS = 20  #: then constant; falls to zero over the second half, or the last batches would show in the reward
 _IGNORED = -100  #: label of positions without a loss
 _TRAIN, _PROBE = 0, 1  #: streams of random numbers
 
@@ -96,7 +96,7 @@ def _train(seed: int, steps: int, progress: Progress | None) -> tuple[CausalLM, 
     losses: list[float] = []
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * min(1.0, step / WARMUP_STEPS)
+            group["lr"] = PEAK_LR * min(1.0, step / WARMUP_STEPS, 2 * (1 - (step - 1) / steps))
         tokens, labels = _batch(uniform, BATCH)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
         optimizer.zero_grad()
