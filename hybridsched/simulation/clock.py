@@ -61,12 +61,9 @@ class _FifoTimer(asyncio.TimerHandle):
     _due: float
     _order: int
 
-    def __lt__(self, other: object) -> bool:
-        if not isinstance(other, _FifoTimer):
-            return NotImplemented
-        if self._due != other._due:
-            return self._due < other._due
-        return self._order < other._order
+    def __lt__(self, other: _FifoTimer) -> bool:  # type: ignore[override]  # the loop's heap holds nothing else
+        due, others = self._due, other._due
+        return self._order < other._order if due == others else due < others
 
 
 class _JumpSelector:
