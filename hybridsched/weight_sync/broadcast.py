@@ -1,4 +1,4 @@
-"""One weight sync over a joined BroadcastGroup: the sender's half and the receivers' half.
+"""One weight sync over a joined BroadcastGroup: the sender's half and the receivers' half. A group serves many.
 
 Owns the order of things on the wire: offer and agreement (specs, bucket size, version), buckets, checksums, done.
 Invariants: at most two buckets of memory on either side beside the model (plus one tensor longer than a bucket where
@@ -53,6 +53,7 @@ def send_weights(
     if group.rank != 0:
         raise WeightSyncError(f"only rank 0 sends weights; this is {group.label(group.rank)}")
     watch = Stopwatch()
+    group.begin_round()
     with _told_to_others(group):
         plan = _plan(specs, bucket_bytes)
         packer = Packer(specs, tensors)
@@ -82,6 +83,7 @@ def send_weights(
         with watch.phase("finish"):
             group.put("checksums/0", json.dumps(sums).encode())
             group.collect("done", group.receivers, bucket_timeout_s, "load and verify the weights")
+            group.end_round(("offer", "agree", "checksums", "done"))
     return SyncReport(0, str(version), sum(b.nbytes for b in plan), len(plan), watch.total(), tuple(sums))
 
 
@@ -105,6 +107,7 @@ def receive_weights(
     names bucket and tensors, and the loaded weights must not be used.
     """
     watch = Stopwatch()
+    group.begin_round()
     with _told_to_others(group):
         plan = _plan(specs, bucket_bytes)
         ring = _Ring(group.device, plan, fresh=fresh_buffers)

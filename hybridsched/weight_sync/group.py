@@ -132,6 +132,7 @@ class BroadcastGroup:
         self._address = ""
         self._abort_reason: str | None = None
         self._noted = False
+        self._round = 0  # one sync each; both sides count alike, so one round's small messages never meet another's
 
     @property
     def receivers(self) -> range:
@@ -201,10 +202,26 @@ class BroadcastGroup:
 
     # ---- small messages through the store
 
-    def put(self, key: str, value: bytes) -> None:
-        """Publish a small value under this attempt. Raises WeightSyncBroken when the store is gone."""
+    def begin_round(self) -> None:
+        """One sync begins. Every rank calls it once per sync; a healthy group serves any number of them."""
+        self._round += 1
+
+    def end_round(self, keys: Iterable[str]) -> None:
+        """The sender, when all are done: take these messages of the round, from every rank, off the store."""
         try:
-            self._store.set(key, value)
+            for key in keys:
+                for rank in range(self.world_size):
+                    self._store.delete_key(self._key(f"{key}/{rank}"))
+        except RuntimeError as error:
+            raise self._store_gone(error) from error
+
+    def _key(self, key: str) -> str:
+        return f"{self._round}/{key}"
+
+    def put(self, key: str, value: bytes) -> None:
+        """Publish a small value in this round. Raises WeightSyncBroken when the store is gone."""
+        try:
+            self._store.set(self._key(key), value)
         except RuntimeError as error:
             raise self._store_gone(error) from error
 
@@ -214,11 +231,11 @@ class BroadcastGroup:
         pending, pause, look = ranks, 0.0005, 0.0
         while True:
             try:
-                pending = [r for r in pending if not self._store.check([f"{key}/{r}"])]
+                pending = [r for r in pending if not self._store.check([self._key(f"{key}/{r}")])]
             except RuntimeError as error:
                 raise self._store_gone(error) from error
             if not pending:
-                return {r: bytes(self._store.get(f"{key}/{r}")) for r in ranks}
+                return {r: bytes(self._store.get(self._key(f"{key}/{r}"))) for r in ranks}
             now = time.monotonic()
             if now >= look:
                 self._look_around(f"waiting for {_list(self.label(r) for r in pending)} to {doing}")
@@ -323,7 +340,7 @@ class BroadcastGroup:
         while self._store is not None and silent:
             try:
                 for r in list(silent):
-                    for key, word in ((f"failed/{r}", None), (f"done/{r}", "done")):
+                    for key, word in ((f"failed/{r}", None), (self._key(f"done/{r}"), "done")):
                         if self._store.check([key]):
                             words[r] = word or self._store.get(key).decode(errors="replace")
                             silent.remove(r)

@@ -378,6 +378,23 @@ def test_the_watchdog_cuts_a_gather_that_hangs_and_the_receiver_learns_why(store
     assert "no bucket finished within 0.5 s" in errors[1].failed[0]
 
 
+def test_one_group_serves_one_sync_after_the_other(store: RendezvousStore) -> None:
+    versions = [WeightVersion(0, number) for number in range(1, 4)]
+    models = [model(seed) for seed in range(3)]
+    got: list[dict[str, torch.Tensor]] = [{}, {}, {}]
+
+    def send(group: BroadcastGroup) -> list[str]:
+        return [sending(m, version=v)(group).version for m, v in zip(models, versions, strict=True)]
+
+    def receive(group: BroadcastGroup) -> list[str]:
+        turns = zip(models, got, versions, strict=True)
+        return [receiving(m, keeper(g), version=v)(group).version for m, g, v in turns]
+
+    results = at_once(in_group(0, store, send, world=2), in_group(1, store, receive, world=2))
+    assert results == [["0.1", "0.2", "0.3"]] * 2
+    assert [same_bits(m, g) for m, g in zip(models, got, strict=True)] == [True] * 3
+
+
 def test_attempts_on_one_store_do_not_hear_each_other(store: RendezvousStore) -> None:
     first = BroadcastGroup(rank=0, world_size=2, secret="s", attempt=1)
     with pytest.raises(WeightSyncBroken):
