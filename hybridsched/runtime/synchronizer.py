@@ -118,7 +118,6 @@ class WeightSynchronizer:
         able = self._pool.names(
             ReplicaKind.STANDALONE, (ReplicaState.READY, ReplicaState.HELD, ReplicaState.ASLEEP, ReplicaState.SYNCING)
         )
-        generating = [name for name in able if self._pool[name].state is ReplicaState.READY]
         for name in able:
             self._pool.advance(name, ReplicaEvent.SYNC_BEGUN, f"version {version}")
         mode = self._settings.mode if self._settings.partial_rollout else "wait"
@@ -129,10 +128,10 @@ class WeightSynchronizer:
             ended = await outcomes(
                 [
                     self._endpoint.call(name, order, m.Ok, deadline_s=bound, what="pausing generation")
-                    for name in generating
+                    for name in able
                 ]
             )
-            for name, result in zip(generating, ended, strict=True):
+            for name, result in zip(able, ended, strict=True):
                 if isinstance(result, BaseException):
                     self._cut_out(name, f"did not pause: {result}")
         return [name for name in able if self._pool[name].state is ReplicaState.SYNCING]
