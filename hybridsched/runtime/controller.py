@@ -406,10 +406,20 @@ class Controller:
         if validate is None:
             validate = (last and trainer.val_at_end) or (trainer.test_freq > 0 and number % trainer.test_freq == 0)
         if validate and self._s.validation_prompts:
-            self._validation.start()
-            if last or number == 0 or self._d.only_hybrid:
-                await self._validation.finish(self._cycle)
+            await self._validate(wait=last or number == 0 or self._d.only_hybrid)
         self._end_cycle(bump)
+
+    async def _validate(self, *, wait: bool) -> None:
+        """Validate on the version just synced; hybrids help where nobody else can, or where the user wants it."""
+        resources = self.parts.resources
+        helped = False
+        if not resources.is_active and (self._d.only_hybrid or self._config.async_training.use_trainer_do_validate):
+            helped = await resources.activate(self.parts.version, None, "validation", record=False)
+        self._validation.start()
+        if wait or helped:
+            await self._validation.finish(self._cycle)
+        if helped:
+            await resources.deactivate("validation is done", record=False)
 
     def _end_cycle(self, counted: bool) -> None:
         parts = self.parts

@@ -39,6 +39,7 @@ class Endpoint:
         self._handlers: dict[type, Handler] = {}
         self._calls: dict[int, tuple[str, str, asyncio.Future[Any]]] = {}
         self._next_call = 1
+        self._gone: dict[str, str] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._next_task = 1
         self.on_error: Callable[[BaseException, str], None] | None = None
@@ -59,8 +60,10 @@ class Endpoint:
     async def call(self, dst: str, message: AnyMessage, reply: type[M], *, deadline_s: float, what: str) -> M:
         """Send and wait for a reply of type ``reply``, at most ``deadline_s`` seconds.
 
-        Raises DeadlineExceeded, WorkerDied (peer lost meanwhile), RemoteError.
+        Raises DeadlineExceeded, WorkerDied (peer lost before or meanwhile), RemoteError.
         """
+        if dst in self._gone:
+            raise WorkerDied(f"{what}: {dst} is gone ({self._gone[dst]})")
         number = self._next_call
         self._next_call += 1
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -107,10 +110,15 @@ class Endpoint:
             self._reply(envelope, answer)
 
     def peer_lost(self, name: str, reason: str) -> None:
-        """Fail every call that waits for ``name``."""
+        """Fail every call that waits for ``name``, and those made before it is back (peer_back)."""
+        self._gone[name] = reason
         for dst, what, future in list(self._calls.values()):
             if dst == name and not future.done():
                 future.set_exception(WorkerDied(f"{what}: {name} is gone ({reason})"))
+
+    def peer_back(self, name: str) -> None:
+        """``name`` can be called again."""
+        self._gone.pop(name, None)
 
     def spawn(self, coroutine: Awaitable[None], name: str) -> asyncio.Task[None]:
         """Run a task that this endpoint owns (cancelled by close); errors go to ``on_error``."""

@@ -202,6 +202,7 @@ class Fleet:
 
     def _on_worker_up(self, up: m.WorkerUp, _src: str) -> None:
         self.up[up.worker] = up.incarnation
+        self._endpoint.peer_back(up.worker)
         self._log.event("worker", up.worker, new="up", incarnation=up.incarnation, pid=up.pid)
         if up.worker in self._pool:
             self._pool.process_up(up.worker, up.incarnation)

@@ -76,6 +76,10 @@ class Intake:
         """True when this sample needs no generation any more."""
         return uid in self.completed or uid in self._accepted or uid in self.frontier
 
+    def held_uids(self) -> set[int]:
+        """Samples above the frontier's lowest position that need no generation."""
+        return {*self.completed, *self._accepted, *self.frontier.above}
+
     # --- arrivals -------------------------------------------------------------------------------------------------
 
     def on_completed(self, uid: int, completed: Completed) -> None:

@@ -171,6 +171,7 @@ class NodeAgent:
         if not self._watched:
             self._empty.set()
         self.endpoint.peer_lost(spec.worker, end.reason)
+        self.endpoint.peer_back(spec.worker)
         return end.reason
 
     def _on_beat(self, beat: m.Beat, src: str) -> None:

@@ -7,7 +7,7 @@ forked at its positions, every durable row whose uid is not done queued again in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hybridsched.errors import NoSpace, QueueError
 from hybridsched.model import SampleRow, SegmentId, WeightVersion
@@ -107,9 +107,8 @@ class Recovery:
         """The trainer is restored already; bring the controller to the checkpoint, on a new lineage."""
         p = self._p
         state: ControllerState = await self._s.offload(self._s.checkpoints.load, folder)
-        lineage = max([*state.forks, *p.forks, state.version.lineage]) + 1
-        p.version = WeightVersion(lineage, state.version.number)
-        p.forks = {**state.forks, lineage: state.version.number}
+        rows = await self._all_rows()
+        self._open_lineage(state, rows)
         p.collections, p.optimizer_steps = state.collections, state.optimizer_steps
         p.trained = state.counts.get("trained", 0)
         self._s.policy.load_state_dict(state.policy_state)
@@ -117,10 +116,9 @@ class Recovery:
         accepted = await self._accepted_chain(state)
         p.intake.accept_log, p.intake.ledger = p.open_chains(state.accept_log, state.ledger)
         p.intake.frontier = Frontier(state.frontier_lowest, state.frontier_above)
-        rows = await self._all_rows()
         queued = p.intake.restore(rows, accepted_refs(accepted))
-        p.rollouter.restart_at(state.frontier_lowest)
         p.rollouter.forget_all("its sample is durable")
+        p.rollouter.restart_at(state.frontier_lowest)
         p.window.restored(
             in_flight=[f.uid for f in p.rollouter.flights() if f.purpose.value == "train"] + p.rollouter.waiting(),
             queued=p.intake.waiting_uids(),
@@ -135,6 +133,15 @@ class Recovery:
             queued=queued,
             frontier=state.frontier_lowest,
         )
+
+    def _open_lineage(self, state: ControllerState, rows: Mapping[SegmentId, Sequence[SampleRow]]) -> None:
+        """A number no token on disk or in flight carries. Lineages that left no checkpoint were rolled back to here."""
+        p, number = self._p, state.version.number
+        seen = [row.newest.lineage for segment_rows in rows.values() for row in segment_rows]
+        lineage = max([*state.forks, *p.forks, *seen, state.version.lineage]) + 1
+        dead = {k: number for k in range(lineage)}
+        p.forks = {**dead, **p.forks, **state.forks, lineage: number}
+        p.version = WeightVersion(lineage, number)
 
     async def _accepted_chain(self, state: ControllerState) -> list[dict[str, object]]:
         """Order of acceptance: the checkpoint's chain, and what its incarnation accepted after it."""

@@ -105,17 +105,16 @@ class DynamicResourceController:
 
     # --- lend -----------------------------------------------------------------------------------------------------
 
-    async def activate(self, version: WeightVersion, count: int | None, reason: str) -> bool:
+    async def activate(self, version: WeightVersion, count: int | None, reason: str, *, record: bool = True) -> bool:
         """Lend ``count`` hybrids (None: all that can be). True when at least one (or all of none) generates.
 
-        Raises what killed a trainer worker, after the hybrids are back asleep.
+        record False: not part of the policy's history (validation). Raises what killed a trainer worker, after the
+        hybrids are back asleep.
         """
         self._step(PoolEvent.ACTIVATE_BEGUN, reason)
         began = self._clock.now()
         chosen = self.lendable()[: len(self._plan.workers) if count is None else max(0, count)]
         try:
-            for name in chosen:
-                self._pool_note(name, "add_replicas")
             ready = await self._hand_over(version, chosen) if chosen else []
         except Exception as error:
             await self._undo(chosen, f"{type(error).__name__}: {error}")
@@ -125,9 +124,11 @@ class DynamicResourceController:
             return False
         self.lent = ready
         self._step(PoolEvent.ACTIVATED, f"{len(ready)} of {len(self._plan.of_kind('hybrid'))} hybrids")
-        self.last_activate_s = self._clock.now() - began
-        self.activations += 1
-        self._log.event("switch", "pool", new="activated", reason=reason, seconds=self.last_activate_s, lent=ready)
+        seconds = self._clock.now() - began
+        if record:
+            self.last_activate_s = seconds
+            self.activations += 1
+        self._log.event("switch", "pool", new="activated", reason=reason, seconds=seconds, lent=ready)
         self._on_moved()
         return True
 
@@ -147,6 +148,7 @@ class DynamicResourceController:
         chosen = await self._each(chosen, m.WakeEngine("kv"), m.MemoryReport, "mapping KV cache")
         for name in chosen:
             self._pool.advance(name, ReplicaEvent.WEIGHTS_LOADED, f"holds version {version}")
+            self._pool_note(name, "add_replicas")
         chosen = await self._each(chosen, m.ResumeGeneration(), m.Ok, "resuming generation")
         for name in chosen:
             self._pool.advance(name, ReplicaEvent.ADMITTED, f"holds version {version}")
@@ -212,16 +214,18 @@ class DynamicResourceController:
 
     # --- take back ------------------------------------------------------------------------------------------------
 
-    async def deactivate(self, reason: str, *, load_trainer: bool = True) -> None:
-        """Take all lent hybrids back; afterwards every trainer GPU is the trainer's."""
+    async def deactivate(self, reason: str, *, load_trainer: bool = True, record: bool = True) -> None:
+        """Take all lent hybrids back; afterwards every trainer GPU is the trainer's. ``record``: see activate."""
         self._step(PoolEvent.DEACTIVATE_BEGUN, reason)
         began = self._clock.now()
         forced = await self._release(self.lent)
         self._step(PoolEvent.DEACTIVATE_FORCED if forced else PoolEvent.DEACTIVATED, reason)
         await self._load_back(load=load_trainer)
-        self.last_deactivate_s = self._clock.now() - began
-        self.deactivations += 1
-        self._log.event("switch", "pool", new="deactivated", reason=reason, seconds=self.last_deactivate_s)
+        seconds = self._clock.now() - began
+        if record:
+            self.last_deactivate_s = seconds
+            self.deactivations += 1
+        self._log.event("switch", "pool", new="deactivated", reason=reason, seconds=seconds)
         self.lent = []
 
     async def _release(self, names: list[str]) -> bool:

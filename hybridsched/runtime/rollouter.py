@@ -101,6 +101,7 @@ class Rollouter:
         self._limit = min(limit, len(prompts))
         self._next_lease = 1
         self._position = 0
+        self._skip: set[int] = set()  # positions ahead that need no issuing (after a resume or rollback)
         self._flights: dict[int, InFlight] = {}
         self._by_uid: dict[int, int] = {}  # training uid -> lease
         self._running = 0  # training samples on replicas now
@@ -143,12 +144,11 @@ class Rollouter:
         return len(self._parked)
 
     def prompts_left(self) -> int:
-        """Prompts never issued yet."""
-        position = self._position
-        while position < self._limit and self._intake.holds(position):
-            position += 1
-        self._position = position
-        return max(0, self._limit - position)
+        """Prompts that still have to be issued for the first time (on this lineage)."""
+        while self._position < self._limit and (self._position in self._skip or self._intake.holds(self._position)):
+            self._skip.discard(self._position)
+            self._position += 1
+        return max(0, self._limit - self._position - len(self._skip))
 
     def flights(self) -> list[InFlight]:
         """Everything in flight, by lease."""
@@ -396,8 +396,10 @@ class Rollouter:
             self._log.event("sample", str(uid), new="reissued", reason=reason)
 
     def restart_at(self, position: int) -> None:
-        """After a resume or rollback: go on from the lowest unfinished prompt."""
+        """After a resume or rollback: go on from the lowest unfinished prompt, past what is done or under way."""
         self._position = position
+        taken = {*self._by_uid, *self.waiting(), *self._intake.held_uids()}
+        self._skip = {uid for uid in taken if position <= uid < self._limit}
 
     def forget_all(self, reason: str) -> None:
         """Rollback: drop flights whose samples are no longer wanted; the rest stays in flight."""

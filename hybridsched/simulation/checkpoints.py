@@ -54,7 +54,7 @@ class MemoryCheckpointStore:
         if self._open.pop(folder, None) is not None:
             self.trainer_parts.pop(folder, None)
 
-    def list(self) -> Sequence[CheckpointRef]:
+    def complete(self) -> Sequence[CheckpointRef]:
         """Complete checkpoints, oldest first."""
         return [CheckpointRef(version, folder) for folder, (version, _) in self._committed.items()]
 
@@ -69,4 +69,4 @@ class MemoryCheckpointStore:
         for folder in [*self._committed][: max(0, len(self._committed) - keep)]:
             _, text = self._committed.pop(folder)
             self._disk.used -= len(text) + len(self.trainer_parts.pop(folder))
-        return [*self.list()]
+        return [*self.complete()]

@@ -106,6 +106,7 @@ class RolloutWorker:
         self._seal_lock = asyncio.Lock()
         self._seal_wanted = asyncio.Event()
         self._blocked = False
+        self._started = False
         handlers: tuple[tuple[type, Any], ...] = (
             (m.StartEngine, self._start),
             (m.Lease, self._lease),
@@ -134,7 +135,8 @@ class RolloutWorker:
     async def drain(self, deadline_s: float) -> None:
         """Orderly end: abort what runs, seal what is finished, free the engine."""
         async with asyncio.timeout(deadline_s):
-            await self._engine.abort(None)
+            if self._started:
+                await self._engine.abort(None)
             if self._writer.pending:
                 await self._seal("drain")
             await self._engine.shutdown()
@@ -338,6 +340,7 @@ class RolloutWorker:
     async def _start(self, _order: m.StartEngine, _src: str) -> m.MemoryReport:
         self._phase = "starting"
         await self._engine.start()
+        self._started = True
         self._phase = "idle"
         return self._memory()
 
