@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,8 @@ Columns = Mapping[str, Array]
 
 NO_VERSION = WeightVersion(-1, -1)  #: stands for "no token" where a version is required
 
-_ONES = np.ones(1 << 16, np.uint8)  # most masks: one block of memory for all of them
-_FINISH_CODE = {reason: code for code, reason in enumerate(FINISH_CODES)}
 _DTYPES = {column.name: np.dtype(column.dtype) for column in COLUMNS}
+_shared_ones: Array = np.ones(0, np.uint8)
 _TABLES = {
     group: [column.name for column in COLUMNS if column.group == group] for group in ("samples", "responses", "runs")
 }
@@ -39,6 +39,7 @@ def encode(samples: Sequence[Sample]) -> Pieces:
     """Columns of ``samples``; token arrays are referenced, not copied. QueueError names what cannot be stored."""
     rows: dict[str, list[tuple[Any, ...]]] = {group: [] for group in _TABLES}
     pieces: Pieces = {name: [] for name in _DTYPES}
+    with_masks = any(response.response_mask is not None for sample in samples for response in sample.responses)
     for position, sample in enumerate(samples):
         meta = _meta_bytes(sample)
         prompt = np.ascontiguousarray(sample.prompt_tokens, np.int32)
@@ -48,42 +49,30 @@ def encode(samples: Sequence[Sample]) -> Pieces:
         pieces["prompt_tokens/id"].append(prompt)
         pieces["meta/json"].append(np.frombuffer(meta, np.uint8))
         for response in sample.responses:
-            n_masked = _add_tokens(pieces, sample, response)
+            n_tokens, n_masked = _add_response(pieces, sample, response, with_masks)
             row = len(rows["responses"])
-            for version, start, end, kept in response.version_runs:
-                rows["runs"].append((row, version.lineage, version.number, start, end, kept))
-            rows["responses"].append(_response_row(position, response, n_masked))
+            rows["runs"] += [(row, *version, start, end, kept) for version, start, end, kept in response.version_runs]
+            rows["responses"].append(_response_row(position, response, n_tokens, n_masked))
+    if not with_masks:  # the usual case: one block of ones for all
+        pieces["tokens/mask"] = [_ones(sum(map(len, pieces["tokens/id"])))]
     for group, names in _TABLES.items():
-        for name, values in zip(
-            names, zip(*rows[group], strict=True) if rows[group] else [()] * len(names), strict=True
-        ):
+        values_by_name = zip(*rows[group], strict=True) if rows[group] else [()] * len(names)
+        for name, values in zip(names, values_by_name, strict=True):
             pieces[name].append(np.array(values, _DTYPES[name]))
     return pieces
 
 
-def _response_row(position: int, response: Response, n_masked: int) -> tuple[Any, ...]:
-    runs = response.version_runs
-    if len(runs) == 1:
-        oldest = newest = runs[0].version
-    else:
-        oldest = min((run.version for run in runs), default=NO_VERSION)
-        newest = max((run.version for run in runs), default=NO_VERSION)
-    return (
-        position,
-        response.n_tokens,
-        n_masked,
-        len(runs),
-        math.nan if response.reward is None else response.reward,
-        _FINISH_CODE[response.finish],
-        *oldest,
-        *newest,
-        response.t_start,
-        response.t_end,
-    )
+def _ones(n: int) -> Array:
+    """A read-only block of ``n`` ones; all callers share one, as long as the longest asked for."""
+    global _shared_ones
+    if _shared_ones.size < n:
+        _shared_ones = np.ones(n, np.uint8)
+        _shared_ones.flags.writeable = False
+    return _shared_ones[:n]
 
 
-def _add_tokens(pieces: Pieces, sample: Sample, response: Response) -> int:
-    """Append a response's token arrays; returns the number of masked tokens."""
+def _add_response(pieces: Pieces, sample: Sample, response: Response, with_masks: bool) -> tuple[int, int]:
+    """Append a response's token arrays; returns the number of tokens and how many of them are masked."""
     ids = np.ascontiguousarray(response.token_ids, np.int32)
     logprobs = np.ascontiguousarray(response.logprobs, np.float32)
     mask = response.response_mask
@@ -95,12 +84,33 @@ def _add_tokens(pieces: Pieces, sample: Sample, response: Response) -> int:
         )
     pieces["tokens/id"].append(ids)
     pieces["tokens/logprob"].append(logprobs)
-    if mask is None:
-        pieces["tokens/mask"].append(_ONES[: ids.size] if ids.size <= _ONES.size else np.ones(ids.size, np.uint8))
-        return 0
-    stored = np.ascontiguousarray(mask, np.uint8)
-    pieces["tokens/mask"].append(stored)
-    return int(ids.size - np.count_nonzero(stored))
+    n_masked = 0
+    if with_masks:
+        stored = np.ones(ids.size, np.uint8) if mask is None else np.ascontiguousarray(mask, np.uint8)
+        pieces["tokens/mask"].append(stored)
+        n_masked = int(ids.size - np.count_nonzero(stored))
+    return ids.size, n_masked
+
+
+def _response_row(position: int, response: Response, n_tokens: int, n_masked: int) -> tuple[Any, ...]:
+    runs = response.version_runs
+    if len(runs) == 1:
+        oldest = newest = runs[0].version
+    else:
+        oldest = min((run.version for run in runs), default=NO_VERSION)
+        newest = max((run.version for run in runs), default=NO_VERSION)
+    return (
+        position,
+        n_tokens,
+        n_masked,
+        len(runs),
+        math.nan if response.reward is None else response.reward,
+        FINISH_CODES.index(response.finish),
+        *oldest,
+        *newest,
+        response.t_start,
+        response.t_end,
+    )
 
 
 def _meta_bytes(sample: Sample) -> bytes:
@@ -121,6 +131,11 @@ def _meta_bytes(sample: Sample) -> bytes:
             f"sample {sample.sample_uid} (prompt {sample.prompt_uid!r}): ground_truth or extra_info is not JSON: "
             f"{error}. Store plain numbers, strings, lists and mappings in the data set."
         ) from error
+
+
+def joined(pieces: Pieces, names: Iterable[str]) -> dict[str, Array]:
+    """The named columns as one array each."""
+    return {name: parts[0] if len(parts := pieces[name]) == 1 else np.concatenate(parts) for name in names}
 
 
 def check_sizes(columns: Columns) -> str | None:
@@ -212,17 +227,22 @@ class _ResponseMaker:
         )
 
 
-def sample_rows(columns: Columns, segment: SegmentId) -> tuple[SampleRow, ...]:
-    """What is announced of each sample, from the columns without tokens (layout.INFO_COLUMNS).
+def prompt_uids(columns: Columns) -> list[str]:
+    """The prompt of each sample, from its metadata."""
+    at, meta = offsets(columns["samples/meta_len"]), columns["meta/json"].tobytes()
+    return [json.loads(meta[a:b])["prompt_uid"] for a, b in pairwise(at)]
+
+
+def sample_rows(columns: Columns, prompts: Sequence[str], segment: SegmentId) -> tuple[SampleRow, ...]:
+    """What is announced of each sample, from the columns without tokens (layout.INFO_COLUMNS) and prompt_uids.
 
     reward_mean is NaN when no response has a reward; versions are (-1, -1) when the sample has no token.
     """
-    answers, meta_at = offsets(columns["samples/n_responses"]), offsets(columns["samples/meta_len"])
+    answers = offsets(columns["samples/n_responses"])
     tokens_at = offsets(columns["responses/n_tokens"])
     prompt_lens = columns["samples/prompt_len"].tolist()
     rewards = columns["responses/reward"].tolist()
     oldest, newest = _versions(columns, "oldest"), _versions(columns, "newest")
-    meta = columns["meta/json"].tobytes()
     rows = []
     for row, uid in enumerate(columns["samples/sample_uid"].tolist()):
         a, b = answers[row], answers[row + 1]
@@ -230,7 +250,7 @@ def sample_rows(columns: Columns, segment: SegmentId) -> tuple[SampleRow, ...]:
         rows.append(
             SampleRow(
                 sample_uid=uid,
-                prompt_uid=json.loads(meta[meta_at[row] : meta_at[row + 1]])["prompt_uid"],
+                prompt_uid=prompts[row],
                 ref=RowRef(segment, row),
                 n_tokens=tokens_at[b] - tokens_at[a] + (b - a) * prompt_lens[row],
                 oldest=min((version for version in oldest[a:b] if version is not NO_VERSION), default=NO_VERSION),

@@ -11,6 +11,7 @@ Not here: file formats, policies about names.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -32,6 +33,11 @@ _ERRNO_IN_TEXT = re.compile(r"errno = (\d+)")
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "fuse", "9p", "afs")
 _GATHER_LIMIT = min(1024, os.sysconf("SC_IOV_MAX")) if "SC_IOV_MAX" in os.sysconf_names else 16
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only; not in os
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def queue_error(error: Exception, path: Path, doing: str, need: int = 0) -> QueueError:
@@ -97,20 +103,29 @@ def surviving_file_size_limit() -> Iterator[None]:
 
 def gather_write(fd: int, pieces: Sequence[npt.NDArray[Any]], offset: int) -> None:
     """Write contiguous arrays one after another at ``offset`` without joining them first. Handles short writes."""
-    views = [piece.reshape(-1).data.cast("B") for piece in pieces if piece.nbytes]
-    first = 0
-    while first < len(views):
-        batch = views[first : first + _GATHER_LIMIT]
+    rest: list[Any] = [piece for piece in pieces if piece.nbytes]
+    while rest:
+        batch = rest[:_GATHER_LIMIT]
         written = os.pwritev(fd, batch, offset)
         if written == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         offset += written
-        for view in batch:
-            if written < len(view):
-                views[first] = view[written:]
-                break
-            written -= len(view)
-            first += 1
+        done = 0
+        while done < len(batch) and written >= batch[done].nbytes:
+            written -= batch[done].nbytes
+            done += 1
+        rest = rest[done:]
+        if written:
+            rest[0] = memoryview(rest[0]).cast("B")[written:]
+
+
+def start_writeback(fd: int) -> None:
+    """Ask the kernel to begin writing dirty pages to the disk now, without waiting: a later fsync has less to do.
+
+    Only a hint; where it is not available, or the file system has no use for it, nothing happens.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(fd, 0, 0, _SYNC_FILE_RANGE_WRITE)
 
 
 def write_fully(fd: int, data: bytes) -> None:
@@ -182,9 +197,9 @@ def _write_new(path: Path, data: bytes, flags: int, durable: bool) -> None:
 def json_bytes(value: Any) -> bytes:
     """One line of JSON in UTF-8 without line end. TypeError or ValueError when ``value`` is not JSON."""
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_plain).encode()
+        return _JSON.encode(value).encode()
     except UnicodeEncodeError:  # lone surrogates are not UTF-8, but survive as escapes
-        return json.dumps(value, separators=(",", ":"), default=_plain).encode()
+        return _JSON_ESCAPED.encode(value).encode()
 
 
 def _plain(value: Any) -> Any:
@@ -194,6 +209,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} cannot be stored as JSON")
+
+
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain)
+_JSON_ESCAPED = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), default=_plain)
 
 
 def lists_late(folder: Path) -> bool:

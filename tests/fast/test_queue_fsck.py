@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> Run:
 def test_a_healthy_run_is_ok(run: Run) -> None:
     report = run.check()
     assert report.ok, report.text()
-    assert (2, 4, 4, []) == (report.n_segments, report.n_samples, report.n_accepted, report.notes)
+    assert (report.n_segments, report.n_samples, report.n_accepted, report.notes) == (2, 4, 4, [])
     assert sum(run.path(seq).stat().st_size for seq in range(2)) == report.n_bytes
     assert report.text().splitlines()[1:] == [
         "ledger: 2 verdicts (1 stale, 1 trained), 0 samples without one",
@@ -114,12 +114,12 @@ def test_an_accepted_segment_in_quarantine_is_a_problem_and_told(run: Run) -> No
     run.store.quarantine(segment_id(1), "crc of tokens/id")
     report = run.check()
     assert "segment node0.0/7.0.123-00000001 is quarantined" in report.problems[0]
-    assert ["quarantined node0.0/7.0.123-00000001: crc of tokens/id"] == report.notes
+    assert report.notes == ["quarantined node0.0/7.0.123-00000001: crc of tokens/id"]
 
 
 def test_an_accept_entry_of_another_row_or_sample_is_a_problem(run: Run) -> None:
     run.accept.append([accept_entry(7, RowRef(segment_id(1), 0))])
-    assert "accept log entry 4: row 0 of node0.0/7.0.123-00000001 is not sample 7" == run.only_problem()
+    assert run.only_problem() == "accept log entry 4: row 0 of node0.0/7.0.123-00000001 is not sample 7"
 
 
 def test_an_accept_entry_behind_the_segment_is_a_problem(run: Run) -> None:
@@ -129,7 +129,7 @@ def test_an_accept_entry_behind_the_segment_is_a_problem(run: Run) -> None:
 
 def test_a_sample_accepted_twice_is_a_problem(run: Run) -> None:
     run.accept.append([accept_entry(2, RowRef(segment_id(1), 0))])
-    assert "sample 2 was accepted twice: at 2 and 4" == run.only_problem()
+    assert run.only_problem() == "sample 2 was accepted twice: at 2 and 4"
 
 
 def test_an_accept_entry_that_is_none_is_a_problem(run: Run) -> None:
@@ -139,18 +139,18 @@ def test_an_accept_entry_that_is_none_is_a_problem(run: Run) -> None:
 
 def test_two_verdicts_for_one_sample_are_a_problem(run: Run) -> None:
     run.ledger.append([verdict(1)])
-    assert "ledger: 1 samples have more than one verdict: uid 1" == run.only_problem()
+    assert run.only_problem() == "ledger: 1 samples have more than one verdict: uid 1"
 
 
 def test_trained_but_never_accepted_is_a_problem(run: Run) -> None:
     run.ledger.append([verdict(2), verdict(3), verdict(4)])
-    assert "ledger: 1 samples were trained but never accepted: uid 4" == run.only_problem()
+    assert run.only_problem() == "ledger: 1 samples were trained but never accepted: uid 4"
 
 
 def test_samples_without_verdict_count_only_once_the_run_is_complete(run: Run) -> None:
     run.ledger.append([verdict(3)])
     assert run.check().ok
-    assert ["ledger: 1 ranges of samples have no verdict: uid (2, 2)"] == run.check(complete=True).problems
+    assert run.check(complete=True).problems == ["ledger: 1 ranges of samples have no verdict: uid (2, 2)"]
 
 
 def test_a_damaged_line_of_a_log_is_a_problem(run: Run) -> None:
@@ -164,7 +164,7 @@ def test_a_log_of_another_run_is_a_problem(run: Run) -> None:
     FileChainedLog(run.folder / "queue", ACCEPT_LOG, "c2", ("c1", 4), run_id="run-1")
     path = run.folder / "queue" / ACCEPT_LOG / "c2.jsonl"
     path.write_text(path.read_text().replace("run-1", "run-2"))
-    assert "accept log of incarnation c2 belongs to run 'run-2'" == run.only_problem()
+    assert run.only_problem() == "accept log of incarnation c2 belongs to run 'run-2'"
 
 
 def test_the_chain_of_the_newest_incarnation_counts(run: Run) -> None:
@@ -173,7 +173,7 @@ def test_the_chain_of_the_newest_incarnation_counts(run: Run) -> None:
     report = run.check()
     assert report.ok
     assert report.ledger is not None
-    assert {"trained": 3} == report.ledger.verdicts
+    assert report.ledger.verdicts == {"trained": 3}
 
 
 def test_twins_gaps_leftovers_and_foreign_files_are_notes(run: Run) -> None:
@@ -182,12 +182,12 @@ def test_twins_gaps_leftovers_and_foreign_files_are_notes(run: Run) -> None:
     (run.path(0).parent / "notes.txt").write_text("x")
     report = run.check()
     assert report.ok
-    assert [
+    assert report.notes == [
         "sample 3 is in 2 rows (it was re-issued): node0.0/7.0.123-00000001 row 1, node0.0/7.0.123-00000004 row 0",
         "foreign file node0.0/notes.txt: not a segment name",
         "unfinished file node0.0/.7.0.123-00000005.h5.tmp (its producer removes it at its next start)",
         "gap in sequence numbers of node0.0/7.0.123: 2, 3 (removed, or not visible yet)",
-    ] == report.notes
+    ]
 
 
 # ------------------------------------------------------------------ the ledger check
@@ -197,13 +197,13 @@ def test_a_prompt_issued_twice_in_one_epoch_is_a_problem() -> None:
     entries = [verdict(0, prompt="a"), verdict(1, prompt="b"), verdict(2, prompt="a", epoch=1)]
     assert verify_chain(entries).ok
     report = verify_chain([*entries, verdict(3, prompt="b")])
-    assert ((0, "b"),) == report.reissued
+    assert report.reissued == ((0, "b"),)
     assert "prompts were issued more than once in an epoch" in report.text()
 
 
 def test_an_entry_that_is_no_ledger_line_is_a_problem() -> None:
     report = verify_chain([verdict(0), {"uid": 1, "verdict": "eaten"}, {"verdict": "trained"}])
-    assert 2 == len(report.unknown)
+    assert len(report.unknown) == 2
     assert not report.ok
 
 
@@ -235,22 +235,29 @@ def test_ls_gives_one_row_per_segment(run: Run) -> None:
     shutil.copy(run.path(1), run.path(3))
     run.path(1).write_bytes(b"junk")
     rows = list_segments(run.folder)
-    assert ["seq", "samples", "responses", "tokens"] == [
-        k for k in rows[0] if k in ("seq", "samples", "responses", "tokens")
+    assert [k for k in rows[0] if k in ("seq", "samples", "responses", "tokens")] == [
+        "seq",
+        "samples",
+        "responses",
+        "tokens",
     ]
-    assert (0, 2, 4, 20, "0.1") == tuple(
-        rows[0][k] for k in ("seq", "samples", "responses", "tokens", "newest_version")
+    assert tuple(rows[0][k] for k in ("seq", "samples", "responses", "tokens", "newest_version")) == (
+        0,
+        2,
+        4,
+        20,
+        "0.1",
     )
-    assert (1, True) == (rows[1]["seq"], "damaged" in rows[1]["error"])
-    assert 2 == len(json.loads(json.dumps(rows)))
+    assert (rows[1]["seq"], "damaged" in rows[1]["error"]) == (1, True)
+    assert len(json.loads(json.dumps(rows))) == 2
 
 
 def test_head_decodes_samples(run: Run) -> None:
     samples = head(run.folder, 3)
-    assert [0, 1, 2] == [sample["sample_uid"] for sample in samples]
-    assert [2000, 2001, 2002, 2003, 2004] == samples[2]["responses"][0]["token_ids"]
-    assert [{"version": "0.1", "start": 0, "end": 5, "kept_kv": False}] == samples[2]["responses"][0]["versions"]
-    assert [3] == [sample["sample_uid"] for sample in head(run.folder, 9, segment_id(1))[1:]]
+    assert [sample["sample_uid"] for sample in samples] == [0, 1, 2]
+    assert samples[2]["responses"][0]["token_ids"] == [2000, 2001, 2002, 2003, 2004]
+    assert samples[2]["responses"][0]["versions"] == [{"version": "0.1", "start": 0, "end": 5, "kept_kv": False}]
+    assert [sample["sample_uid"] for sample in head(run.folder, 9, segment_id(1))[1:]] == [3]
     assert samples == json.loads(json.dumps(samples))
 
 
@@ -266,9 +273,9 @@ def test_stat_adds_up(run: Run) -> None:
         "reward_mean": 0.5,
     }
     assert expected == {key: stat[key] for key in expected}
-    assert {"trained": 1, "stale": 1} == stat["verdicts"]
+    assert stat["verdicts"] == {"trained": 1, "stale": 1}
     run.path(0).write_bytes(b"junk")
-    assert (1, 2) == (totals(run.folder)["damaged"], totals(run.folder)["samples"])
+    assert (totals(run.folder)["damaged"], totals(run.folder)["samples"]) == (1, 2)
 
 
 def test_inspection_of_a_folder_without_run_is_a_user_error(tmp_path: Path) -> None:

@@ -63,19 +63,19 @@ def test_any_history_of_forks_reads_like_plain_lists(
 
 def test_what_is_appended_survives_in_a_readable_file(tmp_path: Path) -> None:
     log = FileChainedLog(tmp_path, "accept", "a", run_id="r")
-    assert (0, 2, 3) == (log.position, log.append([{"uid": 1, "text": "ü\n\ud800"}, {"uid": 2}]), log.append(batch(3)))
+    assert (log.position, log.append([{"uid": 1, "text": "ü\n\ud800"}, {"uid": 2}]), log.append(batch(3))) == (0, 2, 3)
     lines = [json.loads(line) for line in (tmp_path / "accept" / "a.jsonl").read_bytes().splitlines()]
     header = {"log": "accept", "run_id": "r", "incarnation": "a", "ordinal": 1, "parent": None, "parent_position": 0}
     assert header == lines[0]
-    assert [(0, 2), (2, 1)] == [(line["position"], len(line["entries"])) for line in lines[1:]]
-    assert [{"uid": 1, "text": "ü\n\ud800"}, {"uid": 2}, {"uid": 3}] == log.entries()
+    assert [(line["position"], len(line["entries"])) for line in lines[1:]] == [(0, 2), (2, 1)]
+    assert log.entries() == [{"uid": 1, "text": "ü\n\ud800"}, {"uid": 2}, {"uid": 3}]
 
 
 def test_an_incarnation_is_created_once(tmp_path: Path) -> None:
     FileChainedLog(tmp_path, "accept", "a").append(batch(1))
     with pytest.raises(QueueError, match=r"a\.jsonl: exists already"):
         FileChainedLog(tmp_path, "accept", "a")
-    assert [1] == uids(read_chain(tmp_path, "accept", "a"))
+    assert uids(read_chain(tmp_path, "accept", "a")) == [1]
 
 
 def test_a_fork_drops_what_the_parent_wrote_behind_it(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_a_fork_drops_what_the_parent_wrote_behind_it(tmp_path: Path) -> None:
     second = FileChainedLog(tmp_path, "accept", "b", ("a", 2))
     first.append(batch(3))
     second.append(batch(20))
-    assert [0, 1, 20] == uids(second.entries())
-    assert [0, 1, 2, 3] == uids(first.entries())
+    assert uids(second.entries()) == [0, 1, 20]
+    assert uids(first.entries()) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20, 33])
@@ -95,8 +95,8 @@ def test_a_torn_last_line_is_ignored_as_a_whole(tmp_path: Path, cut: int) -> Non
     log.append(batch(2, 3))
     path = tmp_path / "accept" / "a.jsonl"
     path.write_bytes(path.read_bytes()[:-cut])
-    assert [0, 1] == uids(read_chain(tmp_path, "accept", "a"))
-    assert [0, 1, 9] == uids(_fork(tmp_path, 2, batch(9)).entries())
+    assert uids(read_chain(tmp_path, "accept", "a")) == [0, 1]
+    assert uids(_fork(tmp_path, 2, batch(9)).entries()) == [0, 1, 9]
 
 
 def _fork(folder: Path, position: int, entries: list[dict[str, Any]]) -> FileChainedLog:
@@ -110,7 +110,7 @@ def test_a_tail_of_zeros_after_a_host_crash_is_torn_too(tmp_path: Path) -> None:
     log.append(batch(0))
     with open(tmp_path / "accept" / "a.jsonl", "ab") as file:
         file.write(bytes(100) + b'{"uid":5}]}\n')
-    assert [0] == uids(read_chain(tmp_path, "accept", "a"))
+    assert uids(read_chain(tmp_path, "accept", "a")) == [0]
 
 
 def test_a_damaged_middle_line_names_file_and_line(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_fork_behind_the_end_of_the_parent_is_refused(tmp_path: Path) -> None:
         FileChainedLog(tmp_path, "accept", "b", ("a", -1))
     with pytest.raises(QueueError, match=r"z\.jsonl: not there"):
         FileChainedLog(tmp_path, "accept", "b", ("z", 0))
-    assert ["a"] == [header.incarnation for header in log_headers(tmp_path, "accept")]
+    assert [header.incarnation for header in log_headers(tmp_path, "accept")] == ["a"]
 
 
 def test_lines_lost_below_a_fork_are_noticed(tmp_path: Path) -> None:
@@ -192,13 +192,13 @@ def test_an_append_that_cannot_be_taken_back_ends_the_log(tmp_path: Path, monkey
     for expected in ("appending failed", "could not be taken back"):
         with pytest.raises(QueueError, match=expected):
             log.append(batch(2))
-    assert 1 == log.position
+    assert log.position == 1
 
 
 def test_durability_decides_about_syncing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
     FileChainedLog(tmp_path, "accept", "a", durability="process-crash").append(batch(1))
-    assert [] == synced
+    assert synced == []
     FileChainedLog(tmp_path, "accept", "b", durability="host-crash").append(batch(1))
-    assert 1 == len(synced)
+    assert len(synced) == 1

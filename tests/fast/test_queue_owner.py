@@ -53,17 +53,17 @@ def refusal(folder: Path, identity: OwnerIdentity, is_alive=alive, slurm_says_go
 
 def test_the_first_claim_is_number_one(tmp_path: Path) -> None:
     fence = claim(tmp_path, JOB)
-    assert 1 == fence.n
+    assert fence.n == 1
     fence.check()
     record = json.loads((tmp_path / "owner" / "000001.json").read_text())
-    assert ("77", 1, "node-a", 4242) == tuple(record[k] for k in ("job_id", "restart_count", "host", "pid"))
+    assert tuple(record[k] for k in ("job_id", "restart_count", "host", "pid")) == ("77", 1, "node-a", 4242)
     assert OwnerRecord(1, JOB, 1_700_000_000_000_000_000, False) == current_owner(tmp_path)
 
 
 def test_a_later_start_of_the_same_job_takes_over_from_any_host(tmp_path: Path) -> None:
     first = claim(tmp_path, JOB)
     second = claim(tmp_path, replace(JOB, restart_count=2, host="node-b", boot_id="boot-9"))
-    assert 2 == second.n
+    assert second.n == 2
     second.check()
     with pytest.raises(OwnershipLost, match=r"owned it as number 1, now the owner is number 2, job 77 \(start 2\)"):
         first.check()
@@ -78,19 +78,19 @@ def test_another_job_is_refused_until_slurm_says_the_owner_is_gone(tmp_path: Pat
     claim(tmp_path, JOB)
     other = replace(JOB, job_id="78", host="node-b", boot_id="boot-2", pid=9)
     assert "runs on another host" in refusal(tmp_path, other)
-    assert 2 == claim(tmp_path, other, slurm_says_gone=gone).n
+    assert claim(tmp_path, other, slurm_says_gone=gone).n == 2
 
 
 def test_on_the_same_host_the_process_decides(tmp_path: Path) -> None:
     claim(tmp_path, LOCAL)
     me = replace(LOCAL, pid=4243, started_ns=2_000)
     assert "it is alive" in refusal(tmp_path, me)
-    assert 2 == claim(tmp_path, me, dead).n
+    assert claim(tmp_path, me, dead).n == 2
 
 
 def test_after_a_reboot_the_owner_is_dead(tmp_path: Path) -> None:
     claim(tmp_path, LOCAL)
-    assert 2 == claim(tmp_path, replace(LOCAL, boot_id="boot-2")).n
+    assert claim(tmp_path, replace(LOCAL, boot_id="boot-2")).n == 2
 
 
 def test_an_owner_on_another_host_is_never_taken_for_dead(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_released_folder_is_free_for_everybody(tmp_path: Path) -> None:
     first = claim(tmp_path, LOCAL)
     first.release()
     first.release()
-    assert 2 == claim(tmp_path, replace(LOCAL, host="node-b")).n
+    assert claim(tmp_path, replace(LOCAL, host="node-b")).n == 2
 
 
 def test_the_refusal_tells_the_owners_story_and_what_to_do(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_whenever_it_is_allowed_something_proves_that_the_owner_ended(
     slurm = owner.job_id != "" and not same_job and job_gone
     here = owner.host == me.host and (owner.boot_id != me.boot_id or not lives)
     assert (not older and (newer or slurm or here)) == allowed
-    assert "" == _why_not(replace(record, released=True), me, alive, there)
+    assert _why_not(replace(record, released=True), me, alive, there) == ""
 
 
 def test_of_many_claimants_exactly_one_wins(tmp_path: Path) -> None:
@@ -164,9 +164,12 @@ def test_of_many_claimants_exactly_one_wins(tmp_path: Path) -> None:
         won = at_once([lambda number=number: attempt(number) for number in range(8)])  # type: ignore[misc]
         assert [n] == [number for number in won if number]
         (tmp_path / "owner" / f"{n:06d}.released").touch()
-    assert ["000001.json", "000001.released", "000002.json", "000002.released"] == sorted(
-        os.listdir(tmp_path / "owner")
-    )
+    assert sorted(os.listdir(tmp_path / "owner")) == [
+        "000001.json",
+        "000001.released",
+        "000002.json",
+        "000002.released",
+    ]
 
 
 def test_a_damaged_record_is_not_taken_for_an_ended_owner(tmp_path: Path) -> None:

@@ -99,20 +99,20 @@ def test_reward_mean_and_versions_of_a_row(tmp_path: Path) -> None:
 def test_numpy_values_in_metadata_become_plain(tmp_path: Path) -> None:
     sample = Sample(0, "p", np.empty(0, np.int32), (), extra_info={"a": np.float64(1.5), "b": np.arange(3)})
     (read,) = read_segment(write(tmp_path / "s.h5", [sample]))
-    assert {"a": 1.5, "b": [0, 1, 2]} == read.extra_info
+    assert read.extra_info == {"a": 1.5, "b": [0, 1, 2]}
 
 
 def test_metadata_that_is_not_json_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(QueueError, match=r"sample 3 \(prompt 'p'\).*bytes cannot be stored as JSON"):
         write(tmp_path / "s.h5", [Sample(3, "p", np.empty(0, np.int32), (), ground_truth=b"x")])
-    assert [] == list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_arrays_of_different_length_are_refused_by_name(tmp_path: Path) -> None:
     bad = Response(np.zeros(3, np.int32), np.zeros(2, np.float32), (), FinishReason.STOP)
     with pytest.raises(QueueError, match=r"sample 4 .*token_ids \(3,\), logprobs \(2,\)"):
         write(tmp_path / "s.h5", [Sample(4, "p", np.empty(0, np.int32), (bad,))])
-    assert [] == list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_segment_without_samples_is_refused(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_strided_and_wide_arrays_are_stored_by_value(tmp_path: Path) -> None:
     (read,) = read_segment(write(tmp_path / "s.h5", [sample]))
     assert ([0, 2, 4, 6, 8], np.int32) == (read.responses[0].token_ids.tolist(), read.responses[0].token_ids.dtype)
     assert logprobs.astype(np.float32).tolist() == read.responses[0].logprobs.tolist()
-    assert [0, 3] == read.prompt_tokens.tolist()
+    assert read.prompt_tokens.tolist() == [0, 3]
 
 
 def test_a_large_segment_goes_through_several_gather_writes(tmp_path: Path) -> None:
@@ -144,14 +144,14 @@ def test_a_large_segment_goes_through_several_gather_writes(tmp_path: Path) -> N
 def test_plain_h5py_and_pandas_read_a_segment(tmp_path: Path) -> None:
     path = write(tmp_path / "s.h5", make_samples(range(3), n=2, length=4))
     with h5py.File(path) as file:
-        assert b"hybridsched.samples" == file.attrs["schema"]
-        assert (1, 3, 6, 24) == tuple(file.attrs[k] for k in ("schema_version", "n_samples", "n_responses", "n_tokens"))
-        assert (1_000, 2_000) == (file.attrs["created_unix_ns"], file.attrs["sealed_unix_ns"])
+        assert file.attrs["schema"] == b"hybridsched.samples"
+        assert tuple(file.attrs[k] for k in ("schema_version", "n_samples", "n_responses", "n_tokens")) == (1, 3, 6, 24)
+        assert (file.attrs["created_unix_ns"], file.attrs["sealed_unix_ns"]) == (1_000, 2_000)
         assert [0, 1] == file.attrs["version_min"].tolist() == file.attrs["version_max"].tolist()
         frame = pd.DataFrame({name: column[:] for name, column in file["responses"].items()})
-        assert [0.0, 1.0] * 3 == frame["reward"].tolist()
-        assert [0, 0, 1, 1, 2, 2] == frame["sample"].tolist()
-        assert [1000, 1001, 1002, 1003] == file["tokens/id"][8:12].tolist()
+        assert frame["reward"].tolist() == [0.0, 1.0] * 3
+        assert frame["sample"].tolist() == [0, 0, 1, 1, 2, 2]
+        assert file["tokens/id"][8:12].tolist() == [1000, 1001, 1002, 1003]
         for column in COLUMNS:
             dataset = file[column.name]
             assert {"crc32", "units", "description"} == set(dataset.attrs)
@@ -202,7 +202,7 @@ def test_a_missing_file_is_file_not_found(tmp_path: Path) -> None:
 
 
 def test_the_header_is_readable_alone(tmp_path: Path) -> None:
-    assert HEADER == segment_header(write(tmp_path / "s.h5", make_samples(range(1))))
+    assert segment_header(write(tmp_path / "s.h5", make_samples(range(1)))) == HEADER
 
 
 # ------------------------------------------------------------------ damage
@@ -263,7 +263,7 @@ def test_every_truncation_is_noticed(folder: Path, intact: tuple[bytes, list[dic
     data, _ = intact
     path = folder / "truncated.h5"
     path.write_bytes(data[: int(share * len(data))])
-    assert "damaged" == outcome(path)
+    assert outcome(path) == "damaged"
 
 
 def test_zeroed_pages_are_noticed(folder: Path, intact: tuple[bytes, list[dict[str, object]]]) -> None:
@@ -273,7 +273,7 @@ def test_zeroed_pages_are_noticed(folder: Path, intact: tuple[bytes, list[dict[s
         path.write_bytes(data[:start] + bytes(len(data[start : start + 512])) + data[start + 512 :])
         assert outcome(path) in (expected, "damaged")
     path.write_bytes(bytes(len(data)))
-    assert "damaged" == outcome(path)
+    assert outcome(path) == "damaged"
 
 
 def test_intact_columns_that_contradict_each_other_are_damage(tmp_path: Path) -> None:

@@ -35,14 +35,14 @@ def test_a_sealed_segment_is_listed_and_read(store: FileSegmentStore) -> None:
 def test_the_layout_on_disk(store: FileSegmentStore, tmp_path: Path) -> None:
     store.write(SegmentId("gpu017.0", "99.1.5", 12), make_samples([1]))
     found = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
-    assert ["queue/queue.json", "queue/seg/gpu017.0/99.1.5-00000012.h5"] == found
+    assert found == ["queue/queue.json", "queue/seg/gpu017.0/99.1.5-00000012.h5"]
 
 
 def test_a_second_store_of_the_same_run_sees_the_segments(store: FileSegmentStore, tmp_path: Path) -> None:
     store.write(segment_id(), make_samples(range(2)))
     other = FileSegmentStore(tmp_path, "run-1", create=False)
     assert [segment_id()] == other.list()
-    assert 2 == len(other.read(segment_id()))
+    assert len(other.read(segment_id())) == 2
 
 
 def test_the_listing_is_sorted_by_producer_incarnation_number(store: FileSegmentStore) -> None:
@@ -63,14 +63,14 @@ def test_foreign_files_are_ignored_and_reported(store: FileSegmentStore, tmp_pat
         (folder / name).write_text("x")
     (folder.parent / "stray").write_text("x")
     assert [segment_id()] == store.list()
-    assert [
+    assert list(store.foreign()) == [
         "node0.0/7.0.123-000000011.h5: not a segment name",
         "node0.0/7.0.123-00000004.h5: belongs to run 'run-2'",
         "node0.0/7.0.123-00000008.h5: belongs to run 'run-1 (copied from node0.0/7.0.123-00000000)'",
         "node0.0/7.0.123-1.h5: not a segment name",
         "node0.0/notes.txt: not a segment name",
         "stray: not a producer's folder",
-    ] == list(store.foreign())
+    ]
     with pytest.raises(QueueError, match="belongs to run 'run-2', not 'run-1'"):
         store.read(segment_id(4))
 
@@ -83,7 +83,7 @@ def test_the_queue_of_another_run_is_refused(store: FileSegmentStore, tmp_path: 
 def test_a_folder_without_queue_is_refused_by_tools(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="is not the folder of a run"):
         FileSegmentStore(tmp_path, "run-1", create=False)
-    assert [] == list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_damaged_header_is_refused(store: FileSegmentStore, tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_many_processes_may_create_the_queue_at_once(tmp_path: Path) -> None:
     def create() -> str:
         return FileSegmentStore(tmp_path, "run-1").run_id
 
-    assert ["run-1"] * 6 == at_once([create] * 6)
-    assert ["queue.json", "seg"] == sorted(path.name for path in (tmp_path / "queue").iterdir())
+    assert at_once([create] * 6) == ["run-1"] * 6
+    assert sorted(path.name for path in (tmp_path / "queue").iterdir()) == ["queue.json", "seg"]
 
 
 def test_the_same_content_under_its_name_again_is_a_repeat(store: FileSegmentStore) -> None:
@@ -111,7 +111,7 @@ def test_a_taken_name_is_never_overwritten(store: FileSegmentStore) -> None:
     store.write(segment_id(), make_samples([1]))
     with pytest.raises(QueueError, match="the name is taken by other samples"):
         store.write(segment_id(), make_samples([2]))
-    assert [1] == [s.sample_uid for s in store.read(segment_id())]
+    assert [s.sample_uid for s in store.read(segment_id())] == [1]
 
 
 def test_a_failed_folder_sync_is_repaired_by_writing_again(
@@ -125,7 +125,7 @@ def test_a_failed_folder_sync_is_repaired_by_writing_again(
     with monkeypatch.context() as patch, pytest.raises(QueueError, match="Input/output error"):
         patch.setattr(files, "fsync_folder", fail)
         store.write(segment_id(1), make_samples([2]))
-    assert [2] == [row.sample_uid for row in store.write(segment_id(1), make_samples([2])).rows]
+    assert [row.sample_uid for row in store.write(segment_id(1), make_samples([2])).rows] == [2]
     assert [segment_id(0), segment_id(1)] == store.list()
 
 
@@ -138,7 +138,7 @@ def test_a_rename_whose_answer_got_lost_counts(store: FileSegmentStore, monkeypa
 
     monkeypatch.setattr(os, "rename", replayed)
     store.write(segment_id(), make_samples([1]))
-    assert [1] == [s.sample_uid for s in store.read(segment_id())]
+    assert [s.sample_uid for s in store.read(segment_id())] == [1]
 
 
 def test_a_rename_that_really_failed_does_not(store: FileSegmentStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_rename_that_really_failed_does_not(store: FileSegmentStore, monkeypat
     monkeypatch.setattr(os, "rename", lost)
     with pytest.raises(QueueError, match="sealing a segment failed"):
         store.write(segment_id(), make_samples([1]))
-    assert [] == store.list()
+    assert store.list() == []
 
 
 def test_names_that_cannot_be_files_are_refused(store: FileSegmentStore) -> None:
@@ -176,10 +176,10 @@ def test_a_damaged_segment_is_listed_and_goes_to_quarantine(store: FileSegmentSt
         reader.read(segment_id())
     reader.quarantine(segment_id(), str(error.value))
     reader.quarantine(segment_id(), "a second process noticed it too")
-    assert [] == reader.list()
+    assert reader.list() == []
     assert {segment_id(): str(error.value)} == reader.quarantined()
     aside = tmp_path / "queue" / "quarantine" / "node0.0"
-    assert ["7.0.123-00000000.h5", "7.0.123-00000000.reason.json"] == sorted(p.name for p in aside.iterdir())
+    assert sorted(p.name for p in aside.iterdir()) == ["7.0.123-00000000.h5", "7.0.123-00000000.reason.json"]
     note = json.loads((aside / "7.0.123-00000000.reason.json").read_text())
     assert {"segment": "node0.0/7.0.123-00000000", "reason": str(error.value)} == {k: note[k] for k in list(note)[:2]}
 
@@ -193,7 +193,7 @@ def test_remove_frees_bytes_and_skips_what_is_gone(store: FileSegmentStore) -> N
     sizes = [store.write(segment_id(seq), make_samples([seq])).n_bytes for seq in range(3)]
     assert sum(sizes[:2]) == store.remove([segment_id(0), segment_id(1), segment_id(9)])
     assert [segment_id(2)] == store.list()
-    assert 0 == store.remove([segment_id(0)])
+    assert store.remove([segment_id(0)]) == 0
 
 
 def test_clean_tmp_touches_only_the_own_leftovers(store: FileSegmentStore) -> None:
@@ -204,9 +204,9 @@ def test_clean_tmp_touches_only_the_own_leftovers(store: FileSegmentStore) -> No
     for path in (mine, others):
         path.write_text("x")
     assert [mine] == store.clean_tmp("node0.0")
-    assert (False, True) == (mine.exists(), others.exists())
-    assert 2 == len(store.list())
-    assert [] == store.clean_tmp("never-started")
+    assert (mine.exists(), others.exists()) == (False, True)
+    assert len(store.list()) == 2
+    assert store.clean_tmp("never-started") == []
 
 
 def test_free_bytes_is_what_the_file_system_says(store: FileSegmentStore, tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_process_crash_durability_does_not_sync(tmp_path: Path, monkeypatch: pyt
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     FileSegmentStore(tmp_path / "fast", "r", "process-crash").write(segment_id(), make_samples([1]))
-    assert [] == synced
+    assert synced == []
     FileSegmentStore(tmp_path / "safe", "r", "host-crash").write(segment_id(), make_samples([1]))
     assert synced
 
@@ -244,6 +244,6 @@ def test_a_late_listing_is_refreshed(store: FileSegmentStore, monkeypatch: pytes
 def test_refreshing_changes_nothing_and_survives_a_missing_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o750)
     files.refresh_listing(tmp_path)
-    assert 0o750 == tmp_path.stat().st_mode & 0o777
+    assert tmp_path.stat().st_mode & 0o777 == 0o750
     files.refresh_listing(tmp_path / "none")
     assert not (tmp_path / "none").exists()

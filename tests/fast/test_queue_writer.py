@@ -72,7 +72,7 @@ def uids(samples: Iterable[Sample]) -> list[int]:
 
 def test_nothing_is_due_while_nothing_is_pending() -> None:
     writer = make(MemoryStore(), Clock())
-    assert (None, 0, 0, 0.0) == (writer.due(), writer.pending, writer.pending_bytes, writer.oldest_age())
+    assert (writer.due(), writer.pending, writer.pending_bytes, writer.oldest_age()) == (None, 0, 0, 0.0)
     with pytest.raises(InternalError, match="nothing to seal"):
         writer.seal("drain")
 
@@ -80,16 +80,16 @@ def test_nothing_is_due_while_nothing_is_pending() -> None:
 def test_it_is_due_by_count() -> None:
     store = MemoryStore()
     writer = make(store, Clock(), seal_samples=3)
-    assert [[], [], ["samples"]] == [writer.add(sample) for sample in make_samples(range(3))]
-    assert "samples" == writer.due()
+    assert [writer.add(sample) for sample in make_samples(range(3))] == [[], [], ["samples"]]
+    assert writer.due() == "samples"
     assert segment_id(0) == writer.seal("samples").segment
-    assert ([0, 1, 2], 0, None) == (uids(store.segments[segment_id(0)]), writer.pending, writer.due())
+    assert (uids(store.segments[segment_id(0)]), writer.pending, writer.due()) == ([0, 1, 2], 0, None)
 
 
 def test_it_is_due_by_bytes() -> None:
     size = payload_bytes(make_sample(0))
     writer = make(MemoryStore(), Clock(), seal_bytes=2 * size)
-    assert [[], ["bytes"]] == [writer.add(sample) for sample in make_samples(range(2))]
+    assert [writer.add(sample) for sample in make_samples(range(2))] == [[], ["bytes"]]
     assert ("bytes", 2 * size) == (writer.due(), writer.pending_bytes)
 
 
@@ -100,7 +100,7 @@ def test_it_is_due_by_age_of_the_oldest_sample() -> None:
     clock.now += 4.9
     writer.add(make_sample(1))
     assert None is writer.due()
-    assert "age" == writer.due(clock.now + 0.1)
+    assert writer.due(clock.now + 0.1) == "age"
     clock.now += 1.0
     assert ("age", pytest.approx(5.9)) == (writer.due(), writer.oldest_age())
 
@@ -108,24 +108,24 @@ def test_it_is_due_by_age_of_the_oldest_sample() -> None:
 def test_a_newer_version_closes_the_batch_before_it() -> None:
     store = MemoryStore()
     writer = make(store, Clock())
-    assert [] == writer.add(make_sample(0, version=(0, 1)))
-    assert ["version"] == writer.add(make_sample(1, version=(0, 2)))
-    assert [] == writer.add(make_sample(2, version=(0, 2)))
-    assert ("version", 2, 3) == (writer.due(), writer.pending_batches, writer.pending)
+    assert writer.add(make_sample(0, version=(0, 1))) == []
+    assert writer.add(make_sample(1, version=(0, 2))) == ["version"]
+    assert writer.add(make_sample(2, version=(0, 2))) == []
+    assert (writer.due(), writer.pending_batches, writer.pending) == ("version", 2, 3)
     writer.seal("version")
-    assert (None, [0]) == (writer.due(), uids(store.segments[segment_id(0)]))
+    assert (writer.due(), uids(store.segments[segment_id(0)])) == (None, [0])
     writer.seal("drain")
-    assert [1, 2] == uids(store.segments[segment_id(1)])
+    assert uids(store.segments[segment_id(1)]) == [1, 2]
 
 
 def test_one_sample_can_be_due_for_two_reasons() -> None:
     writer = make(MemoryStore(), Clock(), seal_bytes=payload_bytes(make_sample(0)) + 1)
     writer.add(make_sample(0, version=(0, 1)))
-    assert ["version", "bytes"] == writer.add(make_sample(1, version=(0, 2), length=50))
+    assert writer.add(make_sample(1, version=(0, 2), length=50)) == ["version", "bytes"]
 
 
 def test_newest_version_is_over_all_tokens_of_all_responses() -> None:
-    assert (0, 1) == newest_version(make_sample(0))
+    assert newest_version(make_sample(0)) == (0, 1)
     assert None is newest_version(make_sample(0, n=0))
 
 
@@ -139,8 +139,8 @@ def test_a_full_disk_keeps_content_and_number_for_the_next_attempt() -> None:
             writer.seal("age")
         writer.add(make_sample(1 + len(store.refused)))
     assert [(segment_id(0), (0,))] * 2 == store.refused
-    assert 3 == writer.pending
-    assert "age" == writer.due(), "what failed once stays due"
+    assert writer.pending == 3
+    assert writer.due() == "age", "what failed once stays due"
     store.full = False
     while writer.pending:
         writer.seal("drain")
@@ -159,7 +159,7 @@ def test_two_seals_at_once_are_refused() -> None:
     writers.append(make(Nested(), Clock()))
     writers[0].add(make_sample(0))
     writers[0].seal("drain")
-    assert 0 == writers[0].pending
+    assert writers[0].pending == 0
 
 
 def test_samples_added_while_a_seal_runs_go_into_the_next_segment() -> None:
@@ -173,9 +173,9 @@ def test_samples_added_while_a_seal_runs_go_into_the_next_segment() -> None:
     writer = make(store, Clock())
     writer.add(make_sample(0))
     writer.seal("age")
-    assert 1 == writer.pending
+    assert writer.pending == 1
     writer.seal("drain")
-    assert [[0], [9]] == [uids(store.segments[segment_id(seq)]) for seq in (0, 1)]
+    assert [uids(store.segments[segment_id(seq)]) for seq in (0, 1)] == [[0], [9]]
 
 
 def test_with_files_behind_it(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -226,7 +226,7 @@ class WriterMachine(RuleBasedStateMachine):
     def segments_are_pure_and_bounded(self) -> None:
         for samples in self.store.segments.values():
             assert 1 <= len(samples) <= 4
-            assert 1 == len({newest_version(sample) for sample in samples})
+            assert len({newest_version(sample) for sample in samples}) == 1
 
     @invariant()
     def due_means_full_or_old_or_tried(self) -> None:
