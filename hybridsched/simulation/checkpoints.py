@@ -10,7 +10,6 @@ Invariants: a checkpoint is listed only when both parts are there; committed one
 
 from __future__ import annotations
 
-import builtins
 import json
 from collections.abc import Sequence
 
@@ -55,8 +54,9 @@ class MemoryCheckpointStore:
             self.trainer_parts.pop(folder, None)
 
     def complete(self) -> Sequence[CheckpointRef]:
-        """Complete checkpoints, oldest first."""
-        return [CheckpointRef(version, folder) for folder, (version, _) in self._committed.items()]
+        """Complete checkpoints, oldest first: by lineage, then number."""
+        refs = [CheckpointRef(version, folder) for folder, (version, _) in self._committed.items()]
+        return sorted(refs, key=lambda ref: ref.version)
 
     def load(self, folder: str) -> ControllerState:
         """The controller's part. Raises RunFolderError."""
@@ -64,9 +64,10 @@ class MemoryCheckpointStore:
             raise RunFolderError(f"{folder}: no complete checkpoint there")
         return ControllerState.from_json(json.loads(self._committed[folder][1]), folder)
 
-    def prune(self, keep: int) -> builtins.list[CheckpointRef]:
+    def prune(self, keep: int) -> Sequence[CheckpointRef]:
         """Remove all but the newest ``keep``; returns what is left, oldest first."""
-        for folder in [*self._committed][: max(0, len(self._committed) - keep)]:
-            _, text = self._committed.pop(folder)
-            self._disk.used -= len(text) + len(self.trainer_parts.pop(folder))
-        return [*self.complete()]
+        there = self.complete()
+        for ref in there[: max(0, len(there) - keep)]:
+            _, text = self._committed.pop(ref.folder)
+            self._disk.used -= len(text) + len(self.trainer_parts.pop(ref.folder))
+        return self.complete()
