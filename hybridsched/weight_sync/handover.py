@@ -14,13 +14,14 @@ Device tensors are copied through the host here; CUDA IPC is not used.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +52,9 @@ from hybridsched.weight_sync.wire import (
     Unpacker,
     checksum,
 )
+
+Accept = Callable[[Sequence[TensorSpec]], None]
+"""Called with what the writer offers, before the reader agrees; raises WeightSyncError to refuse it."""
 
 _READY = struct.Struct("<IQ")  # bucket index, checksum
 
@@ -262,7 +266,7 @@ class HandoverReader:
 
     def receive(
         self,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[TensorSpec] | None,
         *,
         version: WeightVersion,
         bucket_bytes: int,
@@ -272,16 +276,19 @@ class HandoverReader:
         load_slice: LoadSlice | None = None,
         fresh_buffers: bool = False,
         on_progress: Progress | None = None,
+        accept: Accept | None = None,
     ) -> SyncReport:
-        """Take one version; arguments as in `receive_weights`. Raises WeightSyncError when it is not complete."""
+        """Take one version; arguments as in `receive_weights`, ``specs`` None: whatever the writer offers and ``accept``
+        does not refuse. Raises WeightSyncError when it is not complete."""
         watch = Stopwatch()
-        plan = plan_buckets(specs, bucket_bytes)
-        unpacker = Unpacker(specs, load, load_slice, fresh=fresh_buffers)
+        plan: Sequence[Bucket] = ()
         sums: list[int] = []
         try:
             with watch.phase("handshake"):
                 channel = self._channel = Channel(connect(self._address, join_timeout_s))
-                ring = self._join(channel, specs, version, bucket_bytes, join_timeout_s)
+                specs, ring = self._join(channel, specs, version, bucket_bytes, join_timeout_s, accept)
+                plan = plan_buckets(specs, bucket_bytes)
+                unpacker = Unpacker(specs, load, load_slice, fresh=fresh_buffers)
             with ring:
                 for bucket in plan:
                     self._take(channel, bucket, ring.view(bucket), unpacker, watch, sums, bucket_timeout_s)
@@ -310,21 +317,31 @@ class HandoverReader:
             channel.cut()
 
     def _join(
-        self, channel: Channel, specs: Sequence[TensorSpec], version: WeightVersion, bucket_bytes: int, timeout_s: float
-    ) -> Ring:
+        self,
+        channel: Channel,
+        specs: Sequence[TensorSpec] | None,
+        version: WeightVersion,
+        bucket_bytes: int,
+        timeout_s: float,
+        accept: Accept | None,
+    ) -> tuple[Sequence[TensorSpec], Ring]:
         channel.require_same_user()
         channel.send_blob(self._name.encode(), timeout_s)
         hello, fd = channel.receive_with_descriptor(12, timeout_s)
         try:
             slot = int.from_bytes(hello[4:12], "little")
             offer = channel.receive(int.from_bytes(hello[:4], "little"), timeout_s)
+            if specs is None:
+                specs = [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in json.loads(offer)["specs"]]
             check_offer(offer, specs, version, bucket_bytes)
+            if accept is not None:
+                accept(specs)
             ring = Ring(fd, 2 * slot)
         except BaseException:
             os.close(fd)
             raise
         channel.send_blob(b"", timeout_s)
-        return ring
+        return specs, ring
 
     def _take(
         self,
