@@ -1,0 +1,74 @@
+# make demo | make test: nothing to install by hand beyond python3 (3.11 or newer) with venv, and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Compute threads would fight over the cores the demo and the tests bind.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+# Processes of the test suites; `make test JOBS=1` for readable output.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+REAL := $(wildcard tests/real/test_*.py tests/faults/test_*.py)
+
+DEMO_FOLDER ?= runs/demo
+DEMO_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-fast test-real-local check fmt simtest bench docs clean clean-venv
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) DEMO_FOLDER=$(DEMO_FOLDER) DEMO_ARGS='$(DEMO_ARGS)'"
+
+venv: $(STAMP)  ## virtual environment with everything demo, tests and checks need
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hybridsched needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "$(PYTHON) has no working venv module (Debian: apt install python3-venv)"; exit 2; }
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,analysis]'
+	@touch $@
+
+demo: venv  ## train a small model with lending on two cores; ends with a summary and a report
+	$(BIN)/hybridsched demo --folder $(DEMO_FOLDER) $(DEMO_ARGS)
+
+test: test-fast test-real-local  ## everything that needs no system package (under 10 minutes)
+
+test-fast: venv  ## unit tests (under 3 minutes)
+	$(PYTEST) tests/fast
+
+test-real-local: venv  ## real processes, real MPI, real files on this machine
+	$(if $(REAL),$(BIN)/python -m pytest -q -m 'not system' $(REAL),@echo "no tests in tests/real, tests/faults")
+
+check: venv  ## ruff, mypy, import contracts, rules of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy hybridsched tools
+	$(BIN)/lint-imports setup.cfg
+	$(BIN)/python tools/check_runtime_purity.py
+
+fmt: venv  ## format and fix what can be fixed by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+simtest: venv  ## the real controller under a virtual clock
+	$(PYTEST) $(wildcard tests/fast/test_sim*.py tests/sim)
+
+bench: venv  ## every claim of DESIGN 15 that runs here; results in build/benchmarks
+	set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
+
+docs: venv  ## documentation of every key, into build/docs
+	mkdir -p build/docs
+	$(BIN)/hybridsched config > build/docs/configuration.txt
+	$(BIN)/hybridsched --help > build/docs/commands.txt
+
+clean:  ## caches and build outputs (runs/ and the environment stay)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	find hybridsched tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-venv:  ## the environment, so that the next target installs it again
+	rm -rf $(VENV)
