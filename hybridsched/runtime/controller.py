@@ -11,33 +11,23 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
-from hybridsched.errors import DeadlineExceeded, FaultError, Interrupted, RequeueRequested, RunStalled
-from hybridsched.model import ReplicaKind, SampleRow, SegmentId, Verdict, WeightVersion
+from hybridsched.errors import FaultError, Interrupted, RequeueRequested, RunStalled
+from hybridsched.model import SegmentId, Verdict, WeightVersion
 from hybridsched.runtime import messages as m
+from hybridsched.runtime.collector import Collector, CutShort, Hooks
 from hybridsched.runtime.cycle_record import CollectionRecord, CycleRecord, Static, metrics
 from hybridsched.runtime.lending import Lending
 from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.recovery import Recovery
 from hybridsched.runtime.validation import Validation
 from hybridsched.scheduling.cycle import (
-    CollectionTarget,
-    collection_target,
     end_of_data,
     last_collection_action,
-    step_wait_samples,
 )
-from hybridsched.scheduling.lifecycle import ReplicaState
-from hybridsched.scheduling.staleness import sample_age, too_old
-from hybridsched.trainers.batching import partition_samples
 
 #: How many finished samples the stall check looks back on.
 STALL_WINDOW = 200
-
-
-class CutShort(Exception):
-    """Nobody generates and samples are missing, but a weight sync brings a replica back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +56,10 @@ class Controller:
         self._validation = Validation(parts)
         self._recovery = Recovery(parts)
         self._outcomes: deque[str] = deque(maxlen=STALL_WINDOW)
-        self._collection_id = 0
+        self._announced = 0  # segments
+        self._collector = Collector(
+            parts, self._lending, Hooks(self._check, lambda: self._cycle, self._status, self._activity)
+        )
         self._cycles = 0
         self._began = 0.0
         self._cycle = CycleRecord(WeightVersion(0, 0), self._s.clock.now())
@@ -101,6 +94,9 @@ class Controller:
             reason = await self._loop()
             await self._close(reason)
             return self._summary(reason)
+        except (Interrupted, RequeueRequested) as asked:
+            await self._stop_orderly(str(asked))
+            raise
         finally:
             for task in background:
                 task.cancel()
@@ -136,13 +132,29 @@ class Controller:
         await parts.intake.settled(self._config.deadlines.call_s * self._config.deadlines.scale)
         parts.log.event("run", "run", new="finished", reason=reason)
 
+    async def _stop_orderly(self, reason: str) -> None:
+        """Checkpoint where we are: a begun cycle ends here as a version of its own, without a broadcast."""
+        parts = self.parts
+        parts.rollouter.paused = "the run stops"
+        self._status("stopping")
+        if parts.resources.is_active:
+            await parts.resources.deactivate("the run stops")
+        if self._cycle.collections:
+            parts.version = WeightVersion(parts.version.lineage, parts.version.number + 1)
+            parts.window.synced()
+        if parts.version != self._recovery.saved:
+            folder = await self._recovery.save_trainer(self._cycle)
+            if folder is not None:
+                await self._recovery.commit(folder, self._cycle)
+        parts.log.event("run", "run", new="stopped", reason=reason)
+
     async def _surplus(self) -> None:
         """What is left over at the end gets its verdict, so that every sample has one."""
         parts = self.parts
         parts.rollouter.paused = "end of the run"
-        await self._flush_all("end of the run")
+        await self._collector.flush_all("end of the run")
         for row in list(parts.intake.queue):
-            parts.intake.verdict(row.sample_uid, Verdict.SURPLUS, row=row, version=list(parts.version))
+            parts.intake.verdict(row.sample_uid, Verdict.SURPLUS, row=row)
         parts.intake.queue.clear()
 
     # --- one cycle ------------------------------------------------------------------------------------------------
@@ -162,7 +174,7 @@ class Controller:
                 over = await self._collect_and_train(record, index)
             except CutShort as why:
                 cut = str(why)
-            record.allocated_s = self._s.clock.now() - began - self._cycle_wait(began)
+            record.allocated_s = self._s.clock.now() - began - self._lending.wait_since(began)
             if record.samples:
                 self._cycle.collections.append(record)
             if over or cut:
@@ -175,10 +187,6 @@ class Controller:
         await self._sync_point(checkpoint=None, bump=True, last=bool(over))
         return over
 
-    def _cycle_wait(self, began: float) -> float:
-        """Lending time inside a collection: those GPUs were not the trainer's (utilization.py)."""
-        return self._lending.wait_since(began)
-
     async def _take_back(self) -> None:
         self._status("lending")
         if self._d.only_hybrid and self._validation.running:
@@ -189,194 +197,19 @@ class Controller:
         """Wait for R samples and train on them. Returns why the run is over, or ""."""
         parts = self.parts
         while True:
-            rows, target = await self._collect(record)
+            rows, target = await self._collector.collect(record)
             if target.short and rows and last_collection_action(len(rows), self._d.data_parallel_size) == "surplus":
                 for row in rows:
                     parts.window.verdict(row.sample_uid, Verdict.SURPLUS)
-                    parts.intake.verdict(row.sample_uid, Verdict.SURPLUS, row=row, version=list(parts.version))
+                    parts.intake.verdict(row.sample_uid, Verdict.SURPLUS, row=row)
                 rows = []
             if not rows:
                 return "end of data"
-            if await self._train(rows, record, index):
+            if await self._collector.train(rows, record, index):
                 break
         if end_of_data(parts.rollouter.prompts_left(), parts.rollouter.in_flight(), parts.intake.available()):
             return "end of data"
         return ""
-
-    # --- collecting -----------------------------------------------------------------------------------------------
-
-    async def _collect(self, record: CollectionRecord) -> tuple[list[SampleRow], CollectionTarget]:
-        """The next R accepted rows (fewer at the end of data), in accept order."""
-        parts = self.parts
-        began = self._s.clock.now()
-        record.wait_samples = step_wait_samples(self._d.required_samples, parts.intake.available())
-        self._lending.note_wait_begin(record.wait_samples)
-        self._activity("wait")
-        self._status("collecting")
-        flushed: set[int] = set()
-        enough_at: float | None = None
-        bound = self._config.deadlines.collect_s * self._config.deadlines.scale
-        arrived, arrivals_at = parts.rollouter.generated, began
-        while True:
-            self._check()
-            self._drop_stale()
-            target = self._target()
-            now = self._s.clock.now()
-            if enough_at is None and parts.intake.available() >= target.samples:
-                enough_at = now
-            if len(parts.intake.queue) >= target.samples:
-                break
-            self._flush_missing(target.samples, flushed)
-            if target.starved:
-                self._cure_starvation(target)
-            if parts.rollouter.generated != arrived:
-                arrived, arrivals_at = parts.rollouter.generated, now
-            left = arrivals_at + bound - now
-            if left <= 0:
-                raise DeadlineExceeded(
-                    f"no sample arrived for {bound:g} s (deadlines.collect_s): {target.reason}; "
-                    f"{parts.rollouter.in_flight()} in flight, ready replicas: {parts.pool.ready() or 'none'}, "
-                    f"disk: {parts.rollouter.blocked or 'fine'}"
-                )
-            await parts.changed.wait(left)
-        now = self._s.clock.now()
-        record.wait_s += (enough_at or now) - began
-        record.seal_wait_s += now - (enough_at or now)
-        self._lending.note_wait_end((enough_at or now) - began)
-        rows = parts.intake.take(target.samples)
-        for row in rows:
-            parts.window.taken(row.sample_uid)
-        return rows, target
-
-    def _target(self) -> CollectionTarget:
-        parts = self.parts
-        return collection_target(
-            self._d.required_samples,
-            parts.intake.available(),
-            parts.rollouter.in_flight(),
-            parts.rollouter.prompts_left(),
-            len(parts.pool.ready()),
-        )
-
-    def _cure_starvation(self, target: CollectionTarget) -> None:
-        """No READY replica: a weight sync brings back who waits for weights, or hybrids where there is nobody else."""
-        parts = self.parts
-        waiting = parts.pool.names(ReplicaKind.STANDALONE, (ReplicaState.ASLEEP, ReplicaState.HELD))
-        if any(parts.pool.is_up(name) for name in waiting):
-            raise CutShort(f"{target.reason}; {', '.join(waiting)} wait for weights")
-        alone = not parts.pool.names(ReplicaKind.STANDALONE)
-        if alone and parts.resources.lendable() and not parts.resources.is_active:
-            raise CutShort(f"{target.reason}; hybrids are all there is")
-
-    def _flush_missing(self, need: int, flushed: set[int]) -> None:
-        for replica, uids in self.parts.intake.missing(need).items():
-            if not flushed.issuperset(uids):
-                flushed.update(uids)
-                self._s.endpoint.tell(replica, m.Flush("collection needs the rows"))
-
-    async def _flush_all(self, reason: str) -> None:
-        for name in self.parts.pool.names():
-            if self.parts.pool.is_up(name):
-                self._s.endpoint.tell(name, m.Flush(reason))
-        await self.parts.changed.wait(self._config.queue.seal_age_s)
-
-    def _drop_stale(self) -> None:
-        """Strategy drop: accepted samples beyond max_off_policy_threshold get the verdict `stale`."""
-        threshold = self._config.async_training.max_off_policy_threshold
-        parts = self.parts
-        if threshold is None or not parts.intake.queue:
-            return
-        stale = [r for r in parts.intake.queue if too_old(self._age(r), threshold)]
-        if not stale:
-            return
-        gone = {row.sample_uid for row in stale}
-        kept = [row for row in parts.intake.queue if row.sample_uid not in gone]
-        parts.intake.queue.clear()
-        parts.intake.queue.extend(kept)
-        for row in stale:
-            parts.window.verdict(row.sample_uid, Verdict.STALE)
-            parts.intake.verdict(row.sample_uid, Verdict.STALE, row=row, age=self._age(row))
-            self._cycle.verdicts["stale"] += 1
-            parts.log.event("sample", str(row.sample_uid), new="stale", reason=f"age {self._age(row)} > {threshold}")
-        parts.rollouter.pump()
-
-    def _age(self, row: SampleRow) -> int:
-        return sample_age(row.oldest, self.parts.version, self.parts.forks)
-
-    # --- training -------------------------------------------------------------------------------------------------
-
-    async def _train(self, rows: list[SampleRow], record: CollectionRecord, index: int) -> bool:
-        """Train on these rows. False: a segment was damaged; the collection is to be taken again."""
-        parts, deadlines = self.parts, self._config.deadlines
-        parts.resources.require_trainer()
-        self._collection_id += 1
-        ranks = parts.plan.of_kind("trainer")
-        orders = self._split(rows, len(ranks))
-        began = self._s.clock.now()
-        self._activity("train")
-        self._status("training")
-        loaded = await parts.trainers(
-            [m.LoadCollection(self._collection_id, order) for order in orders],
-            m.CollectionLoaded,
-            deadlines.call_s * deadlines.scale,
-            "loading a collection",
-        )
-        damaged = {segment: why for reply in loaded for segment, why in reply.damaged}
-        if damaged:
-            await self._damaged(rows, damaged)
-            return False
-        record.load_s += self._s.clock.now() - began
-        order = m.TrainCollection(self._collection_id, parts.version, index)
-        results = await parts.trainers([order] * len(ranks), m.Trained, deadlines.train_s * deadlines.scale, "training")
-        result = results[0]
-        record.timing_s, record.train = result.timing_s, result.metrics
-        record.tokens, record.samples = sum(r.n_tokens for r in results), len(rows)
-        for row in rows:
-            age = self._age(row)
-            self._cycle.ages.append(age)
-            parts.intake.verdict(
-                row.sample_uid,
-                Verdict.TRAINED,
-                row=row,
-                version=list(parts.version),
-                collection=parts.collections,
-                age=age,
-            )
-        parts.collections += 1
-        parts.optimizer_steps = int(result.metrics.get("optimizer_steps", parts.optimizer_steps))
-        parts.trained += len(rows)
-        self._cycle.verdicts["trained"] += len(rows)
-        await parts.intake.settled(deadlines.call_s * deadlines.scale)
-        self._activity("wait")
-        self._cycle.mq_size = parts.intake.available()
-        self._s.check_owner()
-        return True
-
-    def _split(self, rows: list[SampleRow], ranks: int) -> list[list[list[tuple[Any, int]]]]:
-        """Per rank, per mini-batch: row references. Balanced by tokens, deterministic."""
-        size = self._config.actor_rollout_ref.actor.ppo_mini_batch_size
-        orders: list[list[list[tuple[Any, int]]]] = [[] for _ in range(ranks)]
-        for first in range(0, len(rows), size):
-            mini = rows[first : first + size]
-            for rank, chosen in enumerate(partition_samples([row.n_tokens for row in mini], ranks)):
-                orders[rank].append([(mini[i].ref.segment, mini[i].ref.row) for i in chosen])
-        return orders
-
-    async def _damaged(self, rows: list[SampleRow], damaged: dict[Any, str]) -> None:
-        """Quarantine, put the sound rows back, issue the lost samples again."""
-        parts = self.parts
-        names = {SegmentId(*segment): why for segment, why in damaged.items()}
-        lost = [row.sample_uid for row in rows if row.ref.segment in names]
-        sound = [row for row in rows if row.ref.segment not in names]
-        for row in sound:
-            parts.window.reissued(row.sample_uid)
-            parts.window.completed(row.sample_uid)
-        parts.intake.put_back(sound)
-        for segment, why in names.items():
-            lost += await parts.intake.quarantine(segment, why)
-        parts.intake.unaccept(lost)
-        parts.rollouter.issue_again(lost, "its segment is damaged")
-        parts.rollouter.pump()
 
     # --- sync, decision -------------------------------------------------------------------------------------------
 
@@ -464,6 +297,7 @@ class Controller:
         parts.log.event(
             "segment", str(segment), new="sealed", reason=sealed.reason, rows=len(sealed.rows), n_bytes=sealed.n_bytes
         )
+        self._announced += 1
         parts.accept(segment, sealed.rows)
         parts.changed.notify()
 
@@ -485,8 +319,8 @@ class Controller:
         if failed > limit or (seen == STALL_WINDOW and filtered == 1.0):
             raise RunStalled(
                 f"of the last {seen} samples {failed:.0%} failed, {filtered:.0%} were filtered and "
-                f"{1 - failed - filtered:.0%} can be trained on (limit: reward.max_failed_fraction = {limit:.0%}); look at "
-                "the reasons: hybridsched explain RUN samples"
+                f"{1 - failed - filtered:.0%} can be trained on (reward.max_failed_fraction = {limit:.0%}); the reasons:"
+                " hybridsched explain RUN samples"
             )
 
     def _stop_if_asked(self) -> None:
@@ -497,10 +331,13 @@ class Controller:
             raise RequeueRequested("time limit or preemption")
 
     async def _scan_forever(self) -> None:
-        """Directory listing as fallback for announcements that were lost."""
+        """Directory listing as fallback for lost announcements: only after a while without one."""
         while True:
+            announced = self._announced
             await asyncio.sleep(self._config.queue.scan_s)
-            await self.parts.find_unannounced(None)
+            waiting = self.parts.intake.completed or self.parts.rollouter.in_flight()
+            if waiting and announced == self._announced:
+                await self.parts.find_unannounced(None)
 
     async def _measure_lag(self) -> None:
         period = self._s.beat_s

@@ -20,6 +20,7 @@ from hybridsched.runlog.base import EventSink
 from hybridsched.runtime.frontier import Frontier
 from hybridsched.runtime.signal import Signal
 from hybridsched.sample_queue.base import ChainedLog, SegmentInfo, SegmentStore
+from hybridsched.sample_queue.ledger import accept_entry, ledger_entry
 
 Offload = Callable[..., Awaitable[Any]]
 
@@ -45,7 +46,10 @@ class Intake:
         offload: Offload,
         log: EventSink,
         changed: Signal,
+        describe: Callable[[int], tuple[str, int]],
+        when: Callable[[], tuple[WeightVersion, int]],
     ) -> None:
+        """describe: (prompt_uid, epoch) of a sample; when: (weight version, collections trained) now."""
         self.store = store
         self.accept_log = accept_log
         self.ledger = ledger
@@ -53,6 +57,8 @@ class Intake:
         self._offload = offload
         self._log = log
         self._changed = changed
+        self._describe = describe
+        self._when = when
         self.completed: dict[int, Completed] = {}
         self.queue: deque[SampleRow] = deque()
         self.counts: Counter[str] = Counter()
@@ -177,11 +183,10 @@ class Intake:
         self.counts[verdict.value] += 1
         self._accepted.discard(uid)
         self.completed.pop(uid, None)
-        line: dict[str, Any] = {"uid": uid, "verdict": verdict.value, **detail}
-        if row is not None:
-            line["row"] = [*row.ref.segment, row.ref.row]
-            line["prompt"] = row.prompt_uid
-        self._to_ledger.append(line)
+        prompt_uid, epoch = self._describe(uid)
+        version, collection = self._when()
+        line = ledger_entry(uid, verdict, prompt_uid=prompt_uid, epoch=epoch, version=version, collection=collection)
+        self._to_ledger.append({**line, **detail})
         if row is not None:
             self._spend(row)
         self._wake.set()
@@ -217,7 +222,7 @@ class Intake:
                 rows, lines = list(self._to_accept), self._to_ledger
                 self._to_ledger = []
                 if rows:
-                    await self._offload(self.accept_log.append, [_accept_line(row) for row in rows])
+                    await self._offload(self.accept_log.append, [accept_entry(row.sample_uid, row.ref) for row in rows])
                     kept = set(map(id, self._to_accept))
                     for row in rows:
                         if id(row) in kept:  # not quarantined meanwhile
@@ -272,17 +277,3 @@ class Intake:
         else:
             self._to_accept.append(row)
             self._wake.set()
-
-
-def _accept_line(row: SampleRow) -> dict[str, Any]:
-    return {"uid": row.sample_uid, "row": [*row.ref.segment, row.ref.row]}
-
-
-def accepted_refs(entries: Iterable[Mapping[str, Any]]) -> list[RowRef]:
-    """Accept-log entries -> row references, in order."""
-    return [RowRef(SegmentId(e["row"][0], e["row"][1], int(e["row"][2])), int(e["row"][3])) for e in entries]
-
-
-def version_of(value: Sequence[int]) -> WeightVersion:
-    """[lineage, number] from JSON."""
-    return WeightVersion(int(value[0]), int(value[1]))

@@ -57,7 +57,15 @@ class Parts:
         self.pool = Pool(services.plan, (self.balancer, self.validation_balancer), capacity, services.log)
         accept_log, ledger = self.open_chains(None, None)
         self.intake = Intake(
-            services.store, accept_log, ledger, Frontier(), services.offload, services.log, self.changed
+            services.store,
+            accept_log,
+            ledger,
+            Frontier(),
+            services.offload,
+            services.log,
+            self.changed,
+            describe=lambda uid: (services.prompts[uid].prompt_uid, services.prompts.epoch_of(uid)),
+            when=lambda: (self.version, self.collections),
         )
         self.rollouter = self._build_rollouter(derived.total_samples)
         self.resources = self._build_resources()

@@ -8,6 +8,7 @@ forked at its positions, every durable row whose uid is not done queued again in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hybridsched.errors import NoSpace, QueueError
 from hybridsched.model import SampleRow, SegmentId, WeightVersion
@@ -15,8 +16,8 @@ from hybridsched.runtime import messages as m
 from hybridsched.runtime.checkpoints import ControllerState, LogPosition
 from hybridsched.runtime.cycle_record import CycleRecord
 from hybridsched.runtime.frontier import Frontier
-from hybridsched.runtime.intake import accepted_refs
 from hybridsched.runtime.parts import Parts
+from hybridsched.sample_queue.ledger import accepted_ref
 
 
 class Recovery:
@@ -26,6 +27,7 @@ class Recovery:
         self._p = parts
         self._s = parts.services
         self._config = parts.services.config
+        self.saved: WeightVersion | None = None  #: of the newest checkpoint written by this process
 
     # --- saving ---------------------------------------------------------------------------------------------------
 
@@ -59,6 +61,7 @@ class Recovery:
             await self._s.offload(self._s.checkpoints.discard, folder)
             p.log.event("fault", "checkpoint", new="not written", reason=str(error))
             return
+        self.saved = p.version
         p.log.event("checkpoint", str(p.version), new="written", reason=ref.folder)
         keep = self._config.trainer.max_actor_ckpt_to_keep
         left = await self._s.offload(self._s.checkpoints.prune, keep)
@@ -116,7 +119,7 @@ class Recovery:
         accepted = await self._accepted_chain(state)
         p.intake.accept_log, p.intake.ledger = p.open_chains(state.accept_log, state.ledger)
         p.intake.frontier = Frontier(state.frontier_lowest, state.frontier_above)
-        queued = p.intake.restore(rows, accepted_refs(accepted))
+        queued = p.intake.restore(rows, [accepted_ref(entry)[1] for entry in accepted])
         p.rollouter.forget_all("its sample is durable")
         p.rollouter.restart_at(state.frontier_lowest)
         p.window.restored(
@@ -139,11 +142,11 @@ class Recovery:
         p, number = self._p, state.version.number
         seen = [row.newest.lineage for segment_rows in rows.values() for row in segment_rows]
         lineage = max([*state.forks, *p.forks, *seen, state.version.lineage]) + 1
-        dead = {k: number for k in range(lineage)}
+        dead = dict.fromkeys(range(lineage), number)
         p.forks = {**dead, **p.forks, **state.forks, lineage: number}
         p.version = WeightVersion(lineage, number)
 
-    async def _accepted_chain(self, state: ControllerState) -> list[dict[str, object]]:
+    async def _accepted_chain(self, state: ControllerState) -> list[dict[str, Any]]:
         """Order of acceptance: the checkpoint's chain, and what its incarnation accepted after it."""
         entries = await self._s.offload(self._s.chains.read, "accept", state.accept_log.incarnation)
         return list(entries)

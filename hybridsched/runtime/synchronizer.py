@@ -126,10 +126,7 @@ class WeightSynchronizer:
         rounds = 2 if self._settings.double_abort else 1
         for _ in range(rounds):
             ended = await outcomes(
-                [
-                    self._endpoint.call(name, order, m.Ok, deadline_s=bound, what="pausing generation")
-                    for name in able
-                ]
+                [self._endpoint.call(name, order, m.Ok, deadline_s=bound, what="pausing generation") for name in able]
             )
             for name, result in zip(able, ended, strict=True):
                 if isinstance(result, BaseException):

@@ -15,7 +15,7 @@ from hybridsched.config.derived import Derived, derive
 from hybridsched.config.schema import RunConfig
 from hybridsched.data.stream import PromptStream, synthetic_prompts
 from hybridsched.engines.emulated import EmulatedEngine
-from hybridsched.errors import NoSpace, WorkerDied
+from hybridsched.errors import WorkerDied
 from hybridsched.model import Prompt
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.checkpoints import LogPosition
@@ -287,8 +287,12 @@ class SimulatedRun:
             check_owner=lambda: None,
             on_status=lambda _status: None,
             beat_s=self.beat_s,
-            audit=(lambda: self._on_step(self)) if self._on_step else None,
+            audit=self._audit,
         )
+
+    def _audit(self) -> None:
+        if self._on_step is not None:
+            self._on_step(self)
 
     def _chains(self) -> ChainSources:
         def open_log(name: str, incarnation: str, parent: LogPosition | None) -> MemoryChainedLog:
@@ -317,6 +321,3 @@ class SimulatedRun:
             return []
         held_out = synthetic_prompts(self._validation_prompts, self.config.emulated.prompt_tokens)
         return [held_out[i] for i in range(self._validation_prompts)]
-
-
-__all__ = ["NoSpace", "SimulatedRun", "SimulatedWorker", "inline"]
