@@ -278,8 +278,8 @@ class HandoverReader:
         on_progress: Progress | None = None,
         accept: Accept | None = None,
     ) -> SyncReport:
-        """Take one version; arguments as in `receive_weights`, ``specs`` None: whatever the writer offers and ``accept``
-        does not refuse. Raises WeightSyncError when it is not complete."""
+        """Take one version; arguments as in `receive_weights`, but ``specs`` None means whatever the writer offers and
+        ``accept`` does not refuse. Raises WeightSyncError when it is not complete."""
         watch = Stopwatch()
         plan: Sequence[Bucket] = ()
         sums: list[int] = []
