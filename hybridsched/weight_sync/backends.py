@@ -77,7 +77,7 @@ class GlooBackend(Backend):
         self._peers = frozenset(at for peer, at in endpoints.items() if peer != rank)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [self._device]
-        options._threads = 1
+        options._threads = 1  # operations run in the order they were posted
         options._timeout = timedelta(seconds=timeout_s)
         self._group = dist.ProcessGroupGloo(store, rank, world_size, options)
 

@@ -12,6 +12,7 @@ used: it stays SYNCING and repeats the whole sync on a new group.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,20 +58,24 @@ def send_weights(
     with _told_to_others(group):
         plan = _plan(specs, bucket_bytes)
         packer = Packer(specs, tensors)
-        ring = _Ring(group.device, plan)
+        ring = _Ring(group, plan)
         sums: list[int] = []
         with watch.phase("handshake"):
             group.put("offer/0", make_offer(specs, version, bucket_bytes, verify))
             group.collect("agree", group.receivers, bucket_timeout_s, "agree to the weight specs")
 
-        previous: tuple[Bucket, Any, Any] | None = None
+        # Two buckets are posted at any time: the wire goes on with the next one without waiting for this thread.
+        posted: deque[tuple[Bucket, Any, Any]] = deque()
         for bucket in [*plan, None]:
-            if bucket is not None:  # packed while the one before is on the wire
-                buffer = ring.buffer(bucket)
+            if bucket is not None:
                 with watch.phase("pack"):
-                    packer.pack(bucket, buffer)
-            if previous is not None:
-                sent, data, handle = previous
+                    buffer = packer.direct(bucket, group.device)
+                    if buffer is None:
+                        buffer = ring.buffer(bucket)
+                        packer.pack(bucket, buffer)
+                posted.append((bucket, buffer, _start(group, bucket, buffer, bucket_timeout_s, plan, specs)))
+            while len(posted) == 2 or (bucket is None and posted):
+                sent, data, handle = posted.popleft()
                 if verify:
                     with watch.phase("checksum"):
                         sums.append(checksum(data))
@@ -78,8 +83,6 @@ def send_weights(
                     group.wait(handle)
                 if on_progress is not None:
                     on_progress(sent.index + 1, len(plan))
-            if bucket is not None:
-                previous = (bucket, buffer, _start(group, bucket, buffer, bucket_timeout_s, plan, specs))
         with watch.phase("finish"):
             group.put("checksums/0", json.dumps(sums).encode())
             group.collect("done", group.receivers, bucket_timeout_s, "load and verify the weights")
@@ -110,7 +113,7 @@ def receive_weights(
     group.begin_round()
     with _told_to_others(group):
         plan = _plan(specs, bucket_bytes)
-        ring = _Ring(group.device, plan, fresh=fresh_buffers)
+        ring = _Ring(group, plan, fresh=fresh_buffers)
         unpacker = Unpacker(specs, load, load_slice)
         sums: list[int] = []
         with watch.phase("handshake"):
@@ -120,18 +123,18 @@ def receive_weights(
             buffer = ring.buffer(bucket)
             return bucket, buffer, _start(group, bucket, buffer, bucket_timeout_s, plan, specs)
 
-        running = start(plan[0])
+        posted = deque(start(bucket) for bucket in plan[:2])
         for i in range(len(plan)):
-            bucket, buffer, handle = running
+            bucket, buffer, handle = posted.popleft()
             with watch.phase("transfer"):
                 group.wait(handle)
-            if i + 1 < len(plan):  # on the wire while this one is verified and loaded
-                running = start(plan[i + 1])
             if verify:
                 with watch.phase("checksum"):
                     sums.append(checksum(buffer))
             with watch.phase("load"):
                 unpacker.unpack(bucket, buffer)
+            if i + 2 < len(plan):  # this buffer is free again; the next bucket is already on the wire
+                posted.append(start(plan[i + 2]))
             if on_progress is not None:
                 on_progress(i + 1, len(plan))
         with watch.phase("finish"):
@@ -143,22 +146,28 @@ def receive_weights(
 
 
 class _Ring:
-    """Two buffers in turn, each as long as the longest bucket; or a new one each time."""
+    """Two buffers in turn, each as long as the longest bucket, kept by the group; or a new one each time."""
 
-    def __init__(self, device: Any, plan: Sequence[Bucket], *, fresh: bool = False) -> None:
-        self._device = device
+    def __init__(self, group: BroadcastGroup, plan: Sequence[Bucket], *, fresh: bool = False) -> None:
+        self._group = group
         self._longest = max(b.nbytes for b in plan)
         self._fresh = fresh
-        self._buffers: list[Any] = []
+        self._turn = 0
 
     def buffer(self, bucket: Bucket) -> Any:
         if self._fresh:
-            return torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self._device)
-        if len(self._buffers) < 2:
-            # zeros, not empty: padding travels too, and must not carry another process's secrets
-            self._buffers.append(torch.zeros(self._longest, dtype=torch.uint8, device=self._device))
-            return self._buffers[-1][: bucket.nbytes]
-        return self._buffers[bucket.index % 2][: bucket.nbytes]
+            return self._new(bucket.nbytes)
+        self._turn ^= 1
+        kept = self._group.scratch
+        while len(kept) <= self._turn:
+            kept.append(self._new(self._longest))
+        if kept[self._turn].numel() < self._longest:
+            kept[self._turn] = self._new(self._longest)
+        return kept[self._turn][: bucket.nbytes]
+
+    def _new(self, nbytes: int) -> Any:
+        # zeros, not empty: the padding between tensors travels too, and must not carry what was in memory before
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self._group.device)
 
 
 def _plan(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...]:

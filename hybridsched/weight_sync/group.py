@@ -122,6 +122,7 @@ class BroadcastGroup:
         self.world_size = world_size
         self.attempt = attempt
         self.device = device
+        self.scratch: list[Any] = []  #: the transfer's two buffers, kept from sync to sync; freed by close
         self._prefix = f"{secret}/{attempt}"
         self._kind = backend
         self._host = host
@@ -132,6 +133,7 @@ class BroadcastGroup:
         self._address = ""
         self._abort_reason: str | None = None
         self._noted = False
+        self._last_done = 0.0  # monotonic time the newest transfer ended; a queued one's deadline runs from there
         self._round = 0  # one sync each; both sides count alike, so one round's small messages never meet another's
 
     @property
@@ -249,7 +251,10 @@ class BroadcastGroup:
     # ---- bulk
 
     def start(self, buffer: Any, timeout_s: float, what: str) -> Any:
-        """Begin to broadcast a flat uint8 tensor from rank 0; `wait` for the returned handle before touching it."""
+        """Post the broadcast of a flat uint8 tensor from rank 0; `wait` for the handle before touching it.
+
+        Several may be posted; they run in order, and each deadline runs from the end of the one before.
+        """
         if self._backend is None:
             raise WeightSyncError("BroadcastGroup.start before join or after close")
         self._raise_if_aborted(what)
@@ -268,10 +273,12 @@ class BroadcastGroup:
         if handle is None:
             return
         work, _buffer, what, start, timeout_s = handle
+        start = max(start, self._last_done)
         look = time.monotonic() + _PEER_LOOK_S
         while True:
             try:
                 if self._backend.poll(work, _SLICE_S):
+                    self._last_done = time.monotonic()
                     return
             except RuntimeError as error:
                 self._raise_if_aborted(what)
@@ -320,6 +327,7 @@ class BroadcastGroup:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
+        self.scratch.clear()
         self._store = None
 
     def _note_failure(self, what: str) -> None:

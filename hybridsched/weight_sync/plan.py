@@ -5,7 +5,8 @@ come in the order of the specs and cover every byte of every tensor once; a buck
 every piece starts on a 64-byte boundary of its bucket, so any dtype can be viewed in place.
 
 A tensor longer than the limit is cut into buckets of its own, each a slice on an element boundary: a bucket of the
-tensor's own size would make "two buckets" mean two embeddings.
+tensor's own size would make "two buckets" mean two embeddings. One of at least half the limit gets a bucket to itself,
+because a bucket of one piece need not be packed: it is sent from where it lies.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def total_nbytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def plan_buckets(specs: Sequence[TensorSpec], limit_bytes: int) -> tuple[Bucket, ...]:
-    """Cut the tensors, in order, into buckets of at most ``limit_bytes``.
+    """Cut the tensors, in order, into buckets of at most ``limit_bytes`` (rounded down to a multiple of 64).
 
     Raises WeightSyncError for a limit below 64 bytes, an unknown dtype, and a name that comes twice.
     """
@@ -101,12 +102,15 @@ def plan_buckets(specs: Sequence[TensorSpec], limit_bytes: int) -> tuple[Bucket,
     for i, spec in enumerate(specs):
         nbytes = tensor_nbytes(spec)
         start = _aligned(used)
-        if start + nbytes > limit:
+        alone = nbytes >= limit // 2
+        if alone or start + nbytes > limit:
             close()
             start = 0
         if nbytes <= limit:
             pieces.append(Piece(i, 0, start, nbytes))
             used = start + nbytes
+            if alone:
+                close()
             continue
         for offset in range(0, nbytes, limit):
             pieces.append(Piece(i, offset, 0, min(limit, nbytes - offset)))

@@ -1,8 +1,8 @@
 """From named tensors to bucket bytes and back. Owns packing, unpacking, checksums and the report of one sync.
 
 Device-agnostic; used by the broadcast and by the same-node hand-over. Memory: the packer copies straight into the
-bucket and holds one source tensor at a time; the unpacker holds nothing, except a staging copy of one tensor longer
-than a bucket when the loader takes only complete tensors.
+bucket, or sends from where the tensor lies, and holds at most one source tensor itself; the unpacker holds nothing,
+except a staging copy of one tensor longer than a bucket when the loader takes only complete tensors.
 """
 
 from __future__ import annotations
@@ -83,27 +83,43 @@ class Packer:
     def __init__(self, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Any]]) -> None:
         self._specs = specs
         self._source = iter(tensors)
-        self._flat: Any = None
+        self._current: Any = None  # the tensor whose pieces are being sent
 
     def pack(self, bucket: Bucket, buffer: Any) -> None:
         """Fill ``buffer`` (flat uint8, bucket.nbytes long). Raises WeightSyncError when the source does not fit."""
         for piece in bucket.pieces:
+            tensor = self._tensor(piece)
             spec = self._specs[piece.tensor]
-            whole = piece.nbytes == tensor_nbytes(spec)
-            if piece.tensor_offset == 0:
-                self._flat = self._take(piece.tensor, spec, whole)
-            dtype = torch_dtype(spec.dtype)
-            target = buffer[piece.bucket_offset : piece.bucket_offset + piece.nbytes].view(dtype)
-            if whole:
-                target.view(spec.shape).copy_(self._flat)
-                self._flat = None
+            target = buffer[piece.bucket_offset : piece.bucket_offset + piece.nbytes].view(torch_dtype(spec.dtype))
+            if piece.nbytes == tensor_nbytes(spec):
+                target.view(spec.shape).copy_(tensor)
             else:
                 first = piece.tensor_offset // ITEM_SIZE[spec.dtype]
-                target.copy_(self._flat[first : first + target.numel()])
-                if piece.tensor_offset + piece.nbytes == tensor_nbytes(spec):
-                    self._flat = None
-        if self._flat is None and bucket.pieces[-1].tensor == len(self._specs) - 1:
-            self._finish()
+                target.copy_(tensor.reshape(-1)[first : first + target.numel()])
+            self._release(piece)
+
+    def direct(self, bucket: Bucket, device: Any) -> Any:
+        """The bucket as a view of the tensor's own memory (flat uint8), when it is one piece of a contiguous tensor on
+        ``device``; else None, and `pack` must follow. The tensor must not change until the bucket is sent."""
+        if len(bucket.pieces) != 1:
+            return None
+        piece = bucket.pieces[0]
+        tensor = self._tensor(piece)
+        if not tensor.is_contiguous() or tensor.device != torch.device(device):
+            return None
+        self._release(piece)
+        return tensor.view(-1).view(torch.uint8)[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
+
+    def _tensor(self, piece: Piece) -> Any:
+        if self._current is None:
+            self._current = self._take(piece.tensor, self._specs[piece.tensor])
+        return self._current
+
+    def _release(self, piece: Piece) -> None:
+        if piece.tensor_offset + piece.nbytes == tensor_nbytes(self._specs[piece.tensor]):
+            self._current = None
+            if piece.tensor == len(self._specs) - 1:
+                self._finish()
 
     def _finish(self) -> None:
         """The source is read to its end (it may be a collective gather); anything left over is an error."""
@@ -111,7 +127,7 @@ class Packer:
         if extra is not None:
             raise WeightSyncError(f"the weight source yields {extra[0]!r} after the last of {len(self._specs)} tensors")
 
-    def _take(self, index: int, spec: TensorSpec, whole: bool) -> Any:
+    def _take(self, index: int, spec: TensorSpec) -> Any:
         item = next(self._source, None)
         if item is None:
             raise WeightSyncError(
@@ -121,8 +137,7 @@ class Packer:
         found = TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         if found != TensorSpec(spec.name, tuple(spec.shape), spec.dtype):
             raise WeightSyncError(f"tensor {index} of the weight source is {found}, the specs say {spec}")
-        tensor = tensor.detach()
-        return tensor if whole else tensor.reshape(-1)
+        return tensor.detach()
 
 
 class Unpacker:

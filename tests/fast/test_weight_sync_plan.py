@@ -72,8 +72,14 @@ def test_both_sides_cut_alike(specs: list[TensorSpec], limit: int) -> None:
 
 def test_small_tensors_share_a_bucket_and_a_long_one_is_sliced() -> None:
     specs = [A, B, TensorSpec("long", (100,), "float32"), B.__class__("c", (1,), "int8")]
-    buckets = [[(p.tensor, p.nbytes) for p in b.pieces] for b in plan_buckets(specs, 200)]
-    assert buckets == [[(0, 128), (1, 6)], [(2, 192)], [(2, 192)], [(2, 16)], [(3, 1)]]
+    buckets = [[(p.tensor, p.nbytes) for p in b.pieces] for b in plan_buckets(specs, 320)]
+    assert buckets == [[(0, 128), (1, 6)], [(2, 320)], [(2, 80)], [(3, 1)]]
+
+
+def test_a_tensor_of_half_a_bucket_travels_alone_and_need_not_be_packed() -> None:
+    specs = [A, TensorSpec("half", (32,), "float32"), B]
+    assert [[p.tensor for p in b.pieces] for b in plan_buckets(specs, 256)] == [[0], [1], [2]]
+    assert [[p.tensor for p in b.pieces] for b in plan_buckets(specs, 576)] == [[0, 1, 2]]
 
 
 def test_total_is_the_sum_without_padding() -> None:
