@@ -111,8 +111,7 @@ class EmulatedReceiver:
 
     async def _update(self, version: WeightVersion, keep_kv: bool, what: str) -> m.SyncDone:
         began = self._clock.now()
-        # Versions come off the wire as plain lists where messages are encoded.
-        await self._cut.run(self._load(WeightVersion(*version), keep_kv), what)
+        await self._cut.run(self._load(version, keep_kv), what)
         spent = self._clock.now() - began
         return m.SyncDone(spent, 0, {"emulated": spent})
 
