@@ -319,7 +319,7 @@ class Controller:
         if failed > limit or (seen == STALL_WINDOW and filtered == 1.0):
             raise RunStalled(
                 f"of the last {seen} samples {failed:.0%} failed, {filtered:.0%} were filtered and "
-                f"{1 - failed - filtered:.0%} can be trained on (reward.max_failed_fraction = {limit:.0%}); the reasons:"
+                f"{1 - failed - filtered:.0%} can be trained on (reward.max_failed_fraction = {limit:.0%}); see why:"
                 " hybridsched explain RUN samples"
             )
 

@@ -1,7 +1,7 @@
-"""Every message between controller, node agents and workers, and how they become bytes.
+"""Every message between controller, node agents and workers. `wire.py` turns them into bytes.
 
-Typed msgspec structs, never pickles. Token arrays travel as raw bytes inside `Sample` and `Response`. Inside one
-process (simulation) envelopes are passed as objects and nothing is copied. Names of endpoints: "controller",
+Typed msgspec structs, never pickles. Inside one process (simulation) envelopes are passed as objects and nothing is
+copied. Names of endpoints: "controller",
 "agent.<rank>", and worker ids ("standalone.0", "hybrid.0", "trainer.0").
 
 Sample payload never passes through the controller: `Lease` carries a prompt once; partial responses go from worker to
@@ -388,12 +388,6 @@ class SaveCheckpoint(Message, frozen=True):
     folder: str
 
 
-class ExportModel(Message, frozen=True):
-    """Write a Hugging Face folder (rank 0)."""
-
-    folder: str
-
-
 # --- rewards -----------------------------------------------------------------------------------------------------
 
 
@@ -412,108 +406,14 @@ class RewardReply(Message, frozen=True):
     rewards: list[tuple[float | None, str | None]]
 
 
-AnyMessage = (
-    Ok
-    | Failure
-    | AgentUp
-    | AgentBeat
-    | WorkerUp
-    | WorkerExited
-    | Beat
-    | KillWorker
-    | Shutdown
-    | Lease
-    | Handoff
-    | DropParked
-    | LeaseParked
-    | LeaseLost
-    | LeaseFailed
-    | SampleCompleted
-    | SegmentSealed
-    | SpaceReport
-    | AbortLeases
-    | PauseGeneration
-    | ResumeGeneration
-    | Flush
-    | StartEngine
-    | SleepEngine
-    | WakeEngine
-    | MemoryReport
-    | OpenSync
-    | SyncAddress
-    | SendWeights
-    | ReceiveWeights
-    | AbortSync
-    | WriteHandover
-    | ReadHandover
-    | SyncDone
-    | Probe
-    | ProbeResult
-    | OpenRendezvous
-    | Rendezvous
-    | StartTrainer
-    | LoadCollection
-    | CollectionLoaded
-    | TrainCollection
-    | Trained
-    | BeginCycle
-    | OffloadTrainer
-    | OnloadTrainer
-    | SaveCheckpoint
-    | ExportModel
-    | RewardRequest
-    | RewardReply
-)
+AnyMessage = Message
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """One message on its way. call 0: no reply expected; reply True: answers call of the other side."""
+class Envelope(msgspec.Struct, frozen=True):
+    """One message on its way. call 0: no reply expected; reply True: answers that call of the other side."""
 
     src: str
     dst: str
     call: int
     reply: bool
-    body: AnyMessage
-
-
-class _Header(msgspec.Struct, frozen=True, array_like=True):
-    src: str
-    dst: str
-    call: int
-    reply: bool
-    body: msgspec.Raw
-
-
-def _encode_hook(obj: Any) -> Any:
-    if isinstance(obj, np.ndarray):
-        return (obj.dtype.str, np.ascontiguousarray(obj).tobytes())
-    if isinstance(obj, np.generic):
-        return obj.item()
-    raise NotImplementedError(f"{type(obj).__name__} cannot travel in a message")
-
-
-def _decode_hook(kind: Any, obj: Any) -> Any:
-    if kind is np.ndarray or getattr(kind, "__origin__", None) is np.ndarray:
-        dtype, payload = obj
-        return np.frombuffer(payload, dtype=np.dtype(dtype))
-    raise NotImplementedError(f"{kind} cannot be read from a message")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
-_decoder = msgspec.msgpack.Decoder(Envelope, dec_hook=_decode_hook)
-_header_decoder = msgspec.msgpack.Decoder(_Header)
-
-
-def encode(envelope: Envelope) -> bytes:
-    """Envelope -> bytes."""
-    return _encoder.encode(envelope)
-
-
-def decode(frame: bytes) -> Envelope:
-    """Bytes -> Envelope. Raises msgspec.DecodeError on foreign bytes."""
-    return _decoder.decode(frame)
-
-
-def destination(frame: bytes) -> str:
-    """Who a frame is for, without decoding its body (relaying agents)."""
-    return _header_decoder.decode(frame).dst
+    body: Message

@@ -10,63 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from hybridsched.model import Prompt, Purpose, SamplingParams, Verdict, WeightVersion
 from hybridsched.runlog.base import EventSink
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
+from hybridsched.runtime.flights import FIRST, InFlight, Prompts, ValidationRun
 from hybridsched.runtime.intake import Completed, Intake
 from hybridsched.runtime.signal import Signal
-from hybridsched.scheduling.load_balancer import LoadBalancer, ReplicaLease
+from hybridsched.scheduling.load_balancer import LoadBalancer
 from hybridsched.scheduling.staleness import Place, StalenessWindow
-
-#: The weights a run starts with.
-FIRST = WeightVersion(0, 0)
-
-
-class Prompts(Protocol):
-    """The endless prompt stream (data.stream.PromptStream)."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, position: int) -> Prompt: ...
-    def epoch_of(self, position: int) -> int: ...
-
-
-@dataclass(slots=True)
-class InFlight:
-    """One sample between admission and completion."""
-
-    lease: int
-    uid: int
-    purpose: Purpose
-    replica: str
-    token: ReplicaLease  #: what the load balancer counts for it
-    n: int
-    unfinished: int
-    issue: int = 0
-    parked: bool = False
-    tokens: int = 0  #: of its partials, when parked
-    admitted_at: float = 0.0
-    version: WeightVersion = FIRST  #: current when it was (re-)issued: not newer than its oldest token
-
-
-@dataclass(slots=True)
-class ValidationRun:
-    """Validation samples of one version."""
-
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    next: int = 0
-    again: deque[int] = field(default_factory=deque)
-    results: dict[int, m.SampleCompleted] = field(default_factory=dict)
-
-    @property
-    def done(self) -> bool:
-        """All samples came back."""
-        return len(self.results) == len(self.prompts)
 
 
 class Rollouter:

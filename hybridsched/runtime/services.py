@@ -13,8 +13,8 @@ from hybridsched.runlog.base import EventSink
 from hybridsched.runtime.checkpoints import CheckpointStore, LogPosition
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
+from hybridsched.runtime.flights import Prompts
 from hybridsched.runtime.plan import RunPlan
-from hybridsched.runtime.rollouter import Prompts
 from hybridsched.sample_queue.base import ChainedLog, SegmentStore
 from hybridsched.scheduling.policy import DynamicSchedulePolicyBase
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 from hybridsched.model import SamplingParams
 from hybridsched.runtime.cycle_record import CycleRecord
+from hybridsched.runtime.flights import ValidationRun
 from hybridsched.runtime.parts import Parts
-from hybridsched.runtime.rollouter import ValidationRun
 
 
 class Validation:

@@ -18,6 +18,7 @@ from hybridsched.engines.emulated import EmulatedEngine
 from hybridsched.errors import WorkerDied
 from hybridsched.model import Prompt
 from hybridsched.runtime import messages as m
+from hybridsched.runtime import wire
 from hybridsched.runtime.checkpoints import LogPosition
 from hybridsched.runtime.controller import Controller, RunSummary
 from hybridsched.runtime.endpoint import Endpoint
@@ -79,7 +80,7 @@ class SimulatedWorker:
 
     def send_raw(self, frame: bytes) -> None:
         """The same for encoded envelopes."""
-        self.send(m.decode(frame))
+        self.send(wire.decode(frame))
 
     async def wait(self) -> WorkerExit:
         """Until it is dead."""

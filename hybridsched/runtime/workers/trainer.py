@@ -76,7 +76,6 @@ class TrainerWorker:
             (m.OffloadTrainer, self._offload_trainer),
             (m.OnloadTrainer, self._onload_trainer),
             (m.SaveCheckpoint, self._save),
-            (m.ExportModel, self._save),
             (m.OpenSync, self._open_sync),
             (m.SendWeights, self._send),
             (m.WriteHandover, self._write_handover),
@@ -160,7 +159,7 @@ class TrainerWorker:
         await self._do("switch", "onload")
         return m.MemoryReport(0, 0, self._rss())
 
-    async def _save(self, order: m.SaveCheckpoint | m.ExportModel, _src: str) -> None:
+    async def _save(self, order: m.SaveCheckpoint, _src: str) -> None:
         await self._do("checkpoint", "save_checkpoint", Path(order.folder))
 
     async def _open_sync(self, order: m.OpenSync, _src: str) -> m.SyncAddress:

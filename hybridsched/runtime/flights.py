@@ -1,0 +1,57 @@
+"""What the rollouter remembers of a sample in flight, and of a running validation. Plain data."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hybridsched.model import Prompt, Purpose, SamplingParams, WeightVersion
+from hybridsched.runtime import messages as m
+from hybridsched.scheduling.load_balancer import ReplicaLease
+
+#: The weights a run starts with.
+FIRST = WeightVersion(0, 0)
+
+
+class Prompts(Protocol):
+    """The endless prompt stream (data.stream.PromptStream)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, position: int) -> Prompt: ...
+    def epoch_of(self, position: int) -> int: ...
+
+
+@dataclass(slots=True)
+class InFlight:
+    """One sample between admission and completion."""
+
+    lease: int
+    uid: int
+    purpose: Purpose
+    replica: str
+    token: ReplicaLease  #: what the load balancer counts for it
+    n: int
+    unfinished: int
+    issue: int = 0
+    parked: bool = False
+    tokens: int = 0  #: of its partials, when parked
+    admitted_at: float = 0.0
+    version: WeightVersion = FIRST  #: current when it was (re-)issued: not newer than its oldest token
+
+
+@dataclass(slots=True)
+class ValidationRun:
+    """Validation samples of one version."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    next: int = 0
+    again: deque[int] = field(default_factory=deque)
+    results: dict[int, m.SampleCompleted] = field(default_factory=dict)
+
+    @property
+    def done(self) -> bool:
+        """All samples came back."""
+        return len(self.results) == len(self.prompts)
