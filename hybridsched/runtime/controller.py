@@ -102,6 +102,13 @@ class Controller:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
 
+    def fail(self, error: BaseException, where: str) -> None:
+        """A handler or task of the controller raised: the run ends with it, it is never swallowed."""
+        self.parts.log.event("fault", "controller", new=type(error).__name__, reason=f"{where}: {error}")
+        if self.parts.fleet.fatal is None:
+            self.parts.fleet.fatal = error
+        self.parts.changed.notify()
+
     async def _loop(self) -> str:
         while True:
             try:

@@ -89,8 +89,8 @@ class SimulatedWorker:
         await asyncio.gather(self._task, return_exceptions=True)
         await self.endpoint.close()
         engine = self.engine
-        if engine is not None:
-            await engine.shutdown()
+        if engine is not None and isinstance(self.worker, RolloutWorker) and self.worker.started:
+            engine.fault("die")
         return self._exit
 
     def kill(self, reason: str) -> None:
@@ -215,6 +215,7 @@ class SimulatedRun:
         agents[0].attach_controller(endpoint.deliver)
         parts = Parts(self._services(endpoint))
         self.parts, self.controller = parts, Controller(parts)
+        endpoint.on_error = self.controller.fail
         tasks = [asyncio.ensure_future(agent.run()) for agent in agents]
         resume_from = None
         if resume:

@@ -106,7 +106,7 @@ class RolloutWorker:
         self._seal_lock = asyncio.Lock()
         self._seal_wanted = asyncio.Event()
         self._blocked = False
-        self._started = False
+        self.started = False  #: the engine is up
         handlers: tuple[tuple[type, Any], ...] = (
             (m.StartEngine, self._start),
             (m.Lease, self._lease),
@@ -135,7 +135,7 @@ class RolloutWorker:
     async def drain(self, deadline_s: float) -> None:
         """Orderly end: abort what runs, seal what is finished, free the engine."""
         async with asyncio.timeout(deadline_s):
-            if self._started:
+            if self.started:
                 await self._engine.abort(None)
             if self._writer.pending:
                 await self._seal("drain")
@@ -340,7 +340,7 @@ class RolloutWorker:
     async def _start(self, _order: m.StartEngine, _src: str) -> m.MemoryReport:
         self._phase = "starting"
         await self._engine.start()
-        self._started = True
+        self.started = True
         self._phase = "idle"
         return self._memory()
 
