@@ -1,4 +1,4 @@
-"""Checkpoints as folders of the run: visible as a whole or not at all. Implements `runtime.checkpoints.CheckpointStore`.
+"""Checkpoints as folders of the run, visible as a whole or not at all: a `runtime.checkpoints.CheckpointStore`.
 
     <run>/checkpoints/global_step_<number>-l<lineage>/    complete; controller.json inside
     <run>/checkpoints/.tmp-<name>.<token>/                being written
@@ -8,7 +8,7 @@ Invariants
     A folder gets its final name by one rename, after every file in it and the folder itself are on disk. So a complete
     name is a complete checkpoint, also after the power failed.
     What a dead run left unfinished is removed by the next `begin`; a replacement that was cut off between its two
-    renames is undone by whoever looks next. Only the owner of the run folder calls `begin`, `commit` and `prune`.
+    renames is undone by whoever looks next. Only the owner of the run folder has a store; others read the folders.
 
 Does not: write the trainer's part (the trainer does, into the folder `begin` gives) or decide how many are kept.
 """

@@ -8,9 +8,11 @@ that), run anything, or read configuration files.
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hybridsched.config.derived import Derived, derive
 from hybridsched.config.schema import RunConfig
@@ -21,6 +23,7 @@ from hybridsched.errors import ConfigError
 from hybridsched.model import Response
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.adapters.emulated_transport import EmulatedReceiver, EmulatedSender
+from hybridsched.runtime.adapters.transfer import TransportSettings
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
 from hybridsched.runtime.plan import WorkerSpec
@@ -33,6 +36,138 @@ from hybridsched.trainers.emulated import EmulatedTrainer
 
 Offload = Callable[..., Awaitable[Any]]
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class WorkerContext(Protocol):
+    """What building a worker needs of a RunContext."""
+
+    @property
+    def run_folder(self) -> str | Path: ...
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def incarnation(self) -> str: ...
+    @property
+    def secret(self) -> str: ...
+
+
+def build_worker(
+    spec: WorkerSpec,
+    config: RunConfig,
+    context: WorkerContext,
+    endpoint: Endpoint,
+    clock: Clock,
+    offload: Offload,
+    *,
+    beat_s: float = settings.BEAT_S,
+) -> RolloutWorker | TrainerWorker:
+    """The worker of this process. Nothing is loaded yet.
+
+    offload must be able to run two calls at once (a segment is sealed while weights arrive). Raises ConfigError for an
+    engine or trainer that is not available, RunFolderError for the folder of another run.
+    """
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    name = actor.strategy if spec.kind == "trainer" else rollout.name
+    if name not in ("torch", "emulated"):
+        key = "actor_rollout_ref.actor.strategy" if spec.kind == "trainer" else "actor_rollout_ref.rollout.name"
+        raise ConfigError(f"{key}: {name} is not available yet; use torch or emulated")
+    from hybridsched.sample_queue.store import FileSegmentStore  # HDF5; simulations never pay for it
+
+    store = FileSegmentStore(Path(context.run_folder), context.run_id, config.queue.durability)
+    if spec.kind != "trainer":
+        store.clean_tmp(spec.worker)
+    derived = derive(config)
+    if name == "emulated":
+        return build_emulated_worker(
+            spec,
+            config,
+            derived,
+            endpoint,
+            clock,
+            offload,
+            store,
+            context.incarnation,
+            beat_s=beat_s,
+            rss_bytes=rss_bytes,
+        )
+    return _torch_worker(spec, config, derived, context, endpoint, clock, offload, store, beat_s)
+
+
+def _torch_worker(
+    spec: WorkerSpec,
+    config: RunConfig,
+    derived: Derived,
+    context: WorkerContext,
+    endpoint: Endpoint,
+    clock: Clock,
+    offload: Offload,
+    store: SegmentStore,
+    beat_s: float,
+) -> RolloutWorker | TrainerWorker:
+    import torch  # takes seconds; emulated runs and simulations never pay for it
+
+    from hybridsched.runtime.adapters.weight_transport import GroupReceiver, GroupSender
+
+    device = config.trainer.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(config.local.threads_per_worker)
+    scratch = Path(tempfile.gettempdir())
+    transport = TransportSettings.of(
+        config,
+        run_id=context.run_id,
+        secret=context.secret,
+        device=device,
+        hostname=socket.gethostname(),
+        scratch=scratch,
+    )
+    if spec.kind == "trainer":
+        from hybridsched.trainers.torch_trainer import TorchTrainer
+
+        trainer = TorchTrainer(config, device=device, scratch=scratch)
+        return TrainerWorker(
+            spec.worker,
+            endpoint,
+            trainer,
+            store,
+            GroupSender(spec.worker, trainer, offload, transport),
+            clock,
+            offload,
+            rss_bytes,
+            settings.trainer_settings(config, spec, beat_s=beat_s),
+        )
+    from hybridsched.data.tokenizer import stop_token_ids
+    from hybridsched.engines.torch_engine import TorchEngine
+
+    model = config.actor_rollout_ref.model.path
+    if model is None:
+        raise ConfigError("actor_rollout_ref.model.path is null; the torch engine needs a Hugging Face folder")
+    engine = TorchEngine(
+        model,
+        device=device,
+        stop_token_ids=stop_token_ids(model),
+        **settings.torch_engine_options(config, derived),
+    )
+    return _rollout_worker(
+        spec,
+        config,
+        derived,
+        endpoint,
+        engine,
+        agent_scorer(config, endpoint, settings.agent_of(spec)),
+        GroupReceiver(spec.worker, engine, offload, transport),
+        store,
+        context.incarnation,
+        clock,
+        offload,
+        rss_bytes,
+        beat_s,
+    )
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
 
 
 def build_emulated_worker(
@@ -129,6 +264,30 @@ def _rollout_worker(
 
 
 # ------------------------------------------------------------------ scoring
+
+
+def agent_scorer(config: RunConfig, endpoint: Endpoint, agent: str) -> Scorer:
+    """Asks the agent's reward pool. Whatever goes wrong on the way is a failure of each response, never a reward."""
+
+    async def score(lease: m.Lease, responses: Sequence[Response]) -> list[tuple[float | None, str | None]]:
+        n = len(responses)
+        tokens = [response.token_ids for response in responses]
+        request = m.RewardRequest(lease.data_source, lease.ground_truth, lease.extra_info, tokens)
+        try:
+            reply = await endpoint.call(
+                agent,
+                request,
+                m.RewardReply,
+                deadline_s=settings.reward_call_s(config, n),
+                what=f"scoring sample {lease.sample_uid}",
+            )
+        except Exception as error:  # noqa: BLE001 - a sample that cannot be scored must not end the worker
+            return [(None, f"not scored: {type(error).__name__}: {error}")] * n
+        if len(reply.rewards) != n:
+            return [(None, f"not scored: {len(reply.rewards)} rewards came back for {n} responses")] * n
+        return reply.rewards
+
+    return score
 
 
 def emulated_scorer(config: RunConfig) -> Scorer:

@@ -92,7 +92,7 @@ def phase_deadlines(config: RunConfig) -> dict[str, float]:
 
 
 def reward_queue_s(config: RunConfig) -> float:
-    """How long a response may wait for a free reward process. After that no sample could be collected in time anyway."""
+    """How long a response may wait for a free reward process: as long as the run waits for a sample."""
     return config.deadlines.collect_s * config.deadlines.scale
 
 
