@@ -38,23 +38,8 @@ IMPURE_MODULES = frozenset(
 IMPURE_CALLS = frozenset({"asyncio.to_thread", "os.fork", "os.getpid", "os.urandom"})
 UNORDERED_CALLS = frozenset({"asyncio.as_completed", "asyncio.wait"})
 PURE_MODULES = frozenset(
-    [
-        "__future__",
-        "abc",
-        "bisect",
-        "collections",
-        "dataclasses",
-        "difflib",
-        "enum",
-        "functools",
-        "heapq",
-        "inspect",
-        "itertools",
-        "math",
-        "operator",
-        "statistics",
-        "typing",
-    ]
+    {"__future__", "abc", "bisect", "collections", "dataclasses", "difflib", "enum", "functools", "heapq", "inspect"}
+    | {"itertools", "math", "operator", "statistics", "typing"}
 )
 PURE_ROOMS = ("hybridsched.scheduling", "hybridsched.model", "hybridsched.errors")
 

@@ -1,0 +1,62 @@
+"""How commands print: tables, key-value lists, JSON. No other module of this room knows rich."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import typer
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    """A table; on a pipe nothing is cut off, so that it can be searched."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(show(value)) for value in row))
+    console = Console()
+    Console(width=console.width if console.is_terminal else 10_000).print(table)
+
+
+def print_pairs(pairs: Mapping[str, object]) -> None:
+    """One ``name  value`` a line."""
+    width = max((len(name) for name in pairs), default=0)
+    for name, value in pairs.items():
+        typer.echo(f"{name:<{width}}  {show(value)}")
+
+
+def print_json(value: Any) -> None:
+    """For programs: NaN and infinity, which JSON does not have, become null."""
+    typer.echo(json.dumps(_finite(value), indent=1, ensure_ascii=False))
+
+
+def show(value: object) -> str:
+    """A value as people read it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {show(item)}" for key, item in value.items()) or "-"
+    if isinstance(value, list | tuple):
+        return ", ".join(show(item) for item in value) or "-"
+    return str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

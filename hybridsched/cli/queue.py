@@ -1,0 +1,95 @@
+"""`hybridsched queue ls | head | stat | fsck`: look into the samples of a run. Reads only."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hybridsched.cli.console import print_json, print_pairs, print_table
+from hybridsched.errors import QueueError, UserError
+
+if TYPE_CHECKING:
+    from hybridsched.model import SegmentId
+
+app = typer.Typer(help="Look into the sample queue of a run (reads only).", no_args_is_help=True)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, e.g. runs/demo/run.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command("ls")
+def ls(run: Run, json: Json = False) -> None:
+    """List the sealed segments: where they are and what they hold."""
+    from hybridsched.sample_queue.inspection import list_segments
+
+    rows = list_segments(run)
+    if json:
+        print_json(rows)
+        return
+    columns = ["producer", "incarnation", "seq", "samples", "responses", "tokens", "bytes"]
+    columns += ["oldest_version", "newest_version", "sealed"]
+    if any("error" in row for row in rows):
+        columns.append("error")
+    print_table(columns, [[row.get(column) for column in columns] for row in rows])
+
+
+@app.command("head")
+def head(
+    run: Run,
+    n: Annotated[int, typer.Option("-n", min=1, help="Samples.")] = 3,
+    segment: Annotated[
+        str | None,
+        typer.Option(
+            help="Only of this segment: PRODUCER/INCARNATION-SEQ, as `queue fsck` writes it.", show_default="all"
+        ),
+    ] = None,
+) -> None:
+    """Print the first samples as JSON: tokens, log-probs, versions, rewards."""
+    from hybridsched.sample_queue.inspection import head
+
+    try:
+        print_json(head(run, n, None if segment is None else _segment_id(segment)))
+    except FileNotFoundError as error:
+        raise UserError(f"{run} has no segment {segment}: see `hybridsched queue ls {run}`") from error
+
+
+@app.command("stat")
+def stat(run: Run, json: Json = False) -> None:
+    """Print totals: samples, tokens, bytes, rewards, verdicts, free space."""
+    from hybridsched.sample_queue.inspection import totals
+
+    found = totals(run)
+    if json:
+        print_json(found)
+    else:
+        print_pairs(found)
+
+
+@app.command("fsck")
+def fsck(
+    run: Run,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="The run has ended: every sample needs a verdict.")
+    ] = False,
+) -> None:
+    """Check that everything on disk fits together; exit code 4 when something is damaged."""
+    from hybridsched.sample_queue.fsck import fsck
+
+    report = fsck(run, complete=complete)
+    typer.echo(report.text())
+    if not report.ok:
+        raise typer.Exit(QueueError.exit_code)
+
+
+def _segment_id(text: str) -> SegmentId:
+    from hybridsched.model import SegmentId
+
+    found = re.fullmatch(r"([^/]+)/([^/]+)-(\d+)", text)
+    if found is None:
+        raise UserError(
+            f"{text!r} names no segment: write it as PRODUCER/INCARNATION-SEQ, e.g. standalone.0/ab12-00000003"
+        )
+    return SegmentId(found[1], found[2], int(found[3]))
