@@ -36,6 +36,11 @@ _DEVICE_LOCK = threading.Lock()  # a device's listening port is found by looking
 class Backend(ABC):
     """One communicator. Methods are called by the transferring thread, except `cut`."""
 
+    @property
+    def cuts_at_once(self) -> bool:
+        """After `close` no operation writes to its buffer any more."""
+        return True
+
     @abstractmethod
     def start(self, buffer: Any, timeout_s: float) -> Any:
         """Begin a broadcast of a flat uint8 tensor from rank 0; returns a handle for `poll`."""
@@ -69,6 +74,10 @@ class GlooBackend(Backend):
         self._peers: frozenset[tuple[str, int]] = frozenset()
         self._group: Any = None
         self._last: Any = None  # newest operation; they run in order, so it completes last
+
+    @property
+    def cuts_at_once(self) -> bool:
+        return self.endpoint is not None
 
     def connect(
         self, store: Any, rank: int, world_size: int, endpoints: Mapping[int, tuple[str, int]], timeout_s: float

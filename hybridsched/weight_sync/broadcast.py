@@ -24,6 +24,7 @@ from hybridsched.model import TensorSpec, WeightVersion
 from hybridsched.weight_sync.group import BroadcastGroup, WeightSyncBroken
 from hybridsched.weight_sync.plan import Bucket, bucket_names, check_offer, make_offer, plan_buckets
 from hybridsched.weight_sync.wire import (
+    Into,
     Load,
     LoadSlice,
     Packer,
@@ -32,6 +33,7 @@ from hybridsched.weight_sync.wire import (
     SyncReport,
     Unpacker,
     checksum,
+    destination,
 )
 
 
@@ -99,6 +101,7 @@ def receive_weights(
     bucket_timeout_s: float,
     load: Load,
     load_slice: LoadSlice | None = None,
+    into: Into | None = None,
     fresh_buffers: bool = False,
     on_progress: Progress | None = None,
 ) -> SyncReport:
@@ -106,8 +109,9 @@ def receive_weights(
 
     The tensors are views of a reused buffer and die when ``load`` returns; ``fresh_buffers`` gives every bucket its
     own memory for loaders that keep them. A tensor longer than a bucket is put together first (that much extra
-    memory) unless ``load_slice`` takes its parts. Raises WeightSyncError, also when a checksum does not match: it
-    names bucket and tensors, and the loaded weights must not be used.
+    memory) unless ``load_slice`` takes its parts. ``into`` saves the copy for tensors of at least half a bucket: they
+    are received where it says, and neither ``load`` nor ``load_slice`` sees them. Raises WeightSyncError, also when a
+    checksum does not match: it names bucket and tensors, and the loaded weights must not be used.
     """
     watch = Stopwatch()
     group.begin_round()
@@ -119,20 +123,25 @@ def receive_weights(
         with watch.phase("handshake"):
             verify = _agree(group, specs, version, bucket_bytes, bucket_timeout_s)
 
-        def start(bucket: Bucket) -> tuple[Bucket, Any, Any]:
-            buffer = ring.buffer(bucket)
-            return bucket, buffer, _start(group, bucket, buffer, bucket_timeout_s, plan, specs)
+        def start(bucket: Bucket) -> tuple[Bucket, Any, Any, bool]:
+            place = None
+            if into is not None and group.cuts_at_once:  # else a failed transfer might write there much later
+                place = destination(bucket, specs, into, group.device)
+            buffer = ring.buffer(bucket) if place is None else place
+            handle = _start(group, bucket, buffer, bucket_timeout_s, plan, specs)
+            return bucket, buffer, handle, place is not None
 
         posted = deque(start(bucket) for bucket in plan[:2])
         for i in range(len(plan)):
-            bucket, buffer, handle = posted.popleft()
+            bucket, buffer, handle, in_place = posted.popleft()
             with watch.phase("transfer"):
                 group.wait(handle)
             if verify:
                 with watch.phase("checksum"):
                     sums.append(checksum(buffer))
-            with watch.phase("load"):
-                unpacker.unpack(bucket, buffer)
+            if not in_place:
+                with watch.phase("load"):
+                    unpacker.unpack(bucket, buffer)
             if i + 2 < len(plan):  # this buffer is free again; the next bucket is already on the wire
                 posted.append(start(plan[i + 2]))
             if on_progress is not None:

@@ -1,13 +1,10 @@
 """A broadcast group that can be thrown away: rendezvous, bounded broadcasts, abort, and who is to blame.
 
-Owns the rendezvous store, the membership of one attempt of one sync, and the story told when it breaks. Invariants:
+Owns the membership of one attempt (one sync, or many while it goes well) and the story told when it breaks. Invariants:
 no state outside the objects here; every wait has a deadline and is polled, so that `abort` from another thread, a
 failure noted by another rank, and the death of the store each end it within a fraction of a second; after a failure
 a group is only good for `close`, and the next attempt makes a new one (same store, next attempt number). Does not
 know what travels.
-
-The store is TCP without authentication: ``secret`` keeps runs and attempts apart, it is no protection against a
-hostile host on the same network. Bind it to the cluster's own interface.
 """
 
 from __future__ import annotations
@@ -24,6 +21,9 @@ import torch.distributed as dist
 
 from hybridsched.errors import WeightSyncError
 from hybridsched.weight_sync.backends import Backend, GlooBackend, NcclBackend
+from hybridsched.weight_sync.rendezvous import RendezvousStore, first_line, open_store, split_address
+
+__all__ = ["BroadcastGroup", "RendezvousStore", "WeightSyncBroken", "open_store"]
 
 _SLICE_S = 0.1  # how long a waiting thread does not look around
 _PEER_LOOK_S = 0.25  # how often it asks the store whether another rank has failed
@@ -40,59 +40,6 @@ class WeightSyncBroken(WeightSyncError):
         self.missing = tuple(missing)
         self.failed = dict(failed or {})
         self.rank = rank
-
-
-class RendezvousStore:
-    """The store rank 0 keeps for all attempts. ``address`` ("host:port") is what the others are told."""
-
-    def __init__(self, address: str, store: Any) -> None:
-        self.address = address
-        self._store: Any = store
-
-    @property
-    def store(self) -> Any:
-        """The TCPStore. Raises WeightSyncError after close."""
-        if self._store is None:
-            raise WeightSyncError(f"the rendezvous store {self.address} was closed")
-        return self._store
-
-    def close(self) -> None:
-        """Stop serving (ranks that still wait on it fail at once). Idempotent."""
-        self._store = None
-
-
-def open_store(bind_host: str, timeout_s: float, *, advertise_host: str | None = None) -> RendezvousStore:
-    """Rank 0: bind a TCPStore to ``bind_host`` on a port the system chooses.
-
-    ``advertise_host`` is what others connect to when it differs (bind_host "0.0.0.0"). Raises WeightSyncError when
-    the address cannot be bound.
-    """
-    try:
-        family, _, _, _, sockaddr = socket.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.bind(sockaddr)
-            listener.listen(1024)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise WeightSyncError(
-            f"cannot bind the weight-sync rendezvous to {bind_host!r}: {error}; "
-            "set weight_sync.interface to an interface of this node"
-        ) from error
-    port = int(listener.getsockname()[1])
-    host = advertise_host or bind_host
-    store = dist.TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    return RendezvousStore(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", store)
 
 
 class BroadcastGroup:
@@ -141,6 +88,11 @@ class BroadcastGroup:
         """All ranks but the sender."""
         return range(1, self.world_size)
 
+    @property
+    def cuts_at_once(self) -> bool:
+        """After `close` nothing writes to a buffer any more. False where a failed transfer cannot be cut."""
+        return self._backend is not None and self._backend.cuts_at_once
+
     def label(self, rank: int) -> str:
         """``rank 2 (rollout-1)``."""
         return f"rank {rank} ({self._labels[rank]})" if self._labels else f"rank {rank}"
@@ -164,7 +116,7 @@ class BroadcastGroup:
                 nccl.connect(self._store, self.rank, self.world_size)
                 self._backend = nccl
         except RuntimeError as error:
-            raise self.broken(f"the {self._kind} group could not be connected: {_first_line(error)}") from error
+            raise self.broken(f"the {self._kind} group could not be connected: {first_line(error)}") from error
 
     def _join_gloo(self, host: str, deadline: float) -> None:
         gloo = GlooBackend(host, self._interface)
@@ -183,10 +135,10 @@ class BroadcastGroup:
         """Connect; returns this node's address on the way to the store (or the store's own host for rank 0)."""
         if isinstance(store, RendezvousStore):
             self._address = store.address
-            base, own = store.store, _split(store.address)[0]
+            base, own = store.store, split_address(store.address)[0]
         else:
             self._address = store
-            host, port = _split(store)
+            host, port = split_address(store)
             try:
                 # First a plain connection: refused is refused at once, where TCPStore would retry and shout.
                 with socket.create_connection((host, port), timeout=timeout_s) as probe:
@@ -195,7 +147,7 @@ class BroadcastGroup:
             except (OSError, RuntimeError) as error:
                 raise WeightSyncBroken(
                     f"weight sync attempt {self.attempt}: {self.label(self.rank)} cannot reach the store of "
-                    f"{self.label(0)} at {store}: {_first_line(error)}; the sender is gone or its interface is wrong",
+                    f"{self.label(0)} at {store}: {first_line(error)}; the sender is gone or its interface is wrong",
                     missing=(0,),
                     rank=self.rank,
                 ) from error
@@ -263,7 +215,7 @@ class BroadcastGroup:
         try:
             handle = self._backend.start(buffer, timeout_s)
         except RuntimeError as error:
-            raise self.broken(f"{what}: {_first_line(error)}") from error
+            raise self.broken(f"{what}: {first_line(error)}") from error
         return (handle, buffer, what, time.monotonic(), timeout_s)
 
     def wait(self, handle: Any) -> None:
@@ -283,7 +235,7 @@ class BroadcastGroup:
             except RuntimeError as error:
                 self._raise_if_aborted(what)
                 after = f"after {time.monotonic() - start:.1f} s"
-                raise self.broken(f"{what}: the transfer failed {after}: {_first_line(error)}") from error
+                raise self.broken(f"{what}: the transfer failed {after}: {first_line(error)}") from error
             now = time.monotonic()
             self._raise_if_aborted(what)
             if now - start >= timeout_s:
@@ -379,21 +331,8 @@ class BroadcastGroup:
 
     def _store_gone(self, error: Exception) -> WeightSyncBroken:
         self._store = None
-        return self.broken(f"the store of {self.label(0)} at {self._address} is gone: {_first_line(error)}")
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise WeightSyncError(f"weight-sync store address {address!r} is not host:port")
-    return host.strip("[]"), int(port)
+        return self.broken(f"the store of {self.label(0)} at {self._address} is gone: {first_line(error)}")
 
 
 def _list(words: Iterable[str]) -> str:
     return ", ".join(words)
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error without the source position torch puts in front."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.partition("] ")[2] or line if line.startswith("[/") else line

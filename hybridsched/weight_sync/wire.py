@@ -24,6 +24,8 @@ Load = Callable[[dict[str, Any]], None]
 """Takes complete named tensors; they are views that die when it returns (unless fresh buffers were asked for)."""
 LoadSlice = Callable[[str, int, Any], None]
 """Takes (name, first element, flat tensor): a part of a tensor longer than a bucket, in order."""
+Into = Callable[[str], Any]
+"""Where a named tensor may be received in place: a tensor of its shape and dtype, or None for "give it to load"."""
 Progress = Callable[[int, int], None]
 """Called with (buckets done, buckets in all) after each bucket."""
 
@@ -105,10 +107,10 @@ class Packer:
             return None
         piece = bucket.pieces[0]
         tensor = self._tensor(piece)
-        if not tensor.is_contiguous() or tensor.device != torch.device(device):
-            return None
-        self._release(piece)
-        return tensor.view(-1).view(torch.uint8)[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
+        view = _own_bytes(tensor, piece, device)
+        if view is not None:
+            self._release(piece)
+        return view
 
     def _tensor(self, piece: Piece) -> Any:
         if self._current is None:
@@ -138,6 +140,34 @@ class Packer:
         if found != TensorSpec(spec.name, tuple(spec.shape), spec.dtype):
             raise WeightSyncError(f"tensor {index} of the weight source is {found}, the specs say {spec}")
         return tensor.detach()
+
+
+def destination(bucket: Bucket, specs: Sequence[TensorSpec], into: Into, device: Any) -> Any:
+    """Where a bucket of one piece can be received without a copy (flat uint8), None where it cannot.
+
+    Raises WeightSyncError when ``into`` names a tensor of another shape or dtype.
+    """
+    if len(bucket.pieces) != 1:
+        return None
+    piece = bucket.pieces[0]
+    spec = specs[piece.tensor]
+    tensor = into(spec.name)
+    if tensor is None:
+        return None
+    found = TensorSpec(spec.name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    if found != TensorSpec(spec.name, tuple(spec.shape), spec.dtype):
+        raise WeightSyncError(f"the place for a tensor is {found}, the specs say {spec}")
+    return _own_bytes(tensor.detach(), piece, device)
+
+
+def _own_bytes(tensor: Any, piece: Piece, device: Any) -> Any:
+    """The piece as a view of the tensor's own memory; None when it is not contiguous or lies on another device."""
+    here = torch.device(device)
+    if not tensor.is_contiguous() or tensor.device.type != here.type:
+        return None
+    if here.index is not None and tensor.device.index != here.index:
+        return None
+    return tensor.view(-1).view(torch.uint8)[piece.tensor_offset : piece.tensor_offset + piece.nbytes]
 
 
 class Unpacker:

@@ -161,6 +161,27 @@ def test_a_long_tensor_can_be_taken_in_slices(store: RendezvousStore) -> None:
     ]
 
 
+def test_large_tensors_are_received_in_place_and_the_rest_is_loaded(store: RendezvousStore) -> None:
+    sent = model()
+    places = {"embed": torch.zeros(50, 64), "head": torch.zeros(50, 64, dtype=torch.bfloat16), "ids": torch.zeros(33)}
+    loaded: dict[str, torch.Tensor] = {}
+    at_once(
+        in_group(0, store, sending(sent), world=2),
+        in_group(1, store, receiving(sent, keeper(loaded), into=places.get), world=2),
+    )
+    assert sorted(loaded) == sorted(set(sent) - {"embed", "head"})
+    assert same_bits(sent, {**loaded, "embed": places["embed"], "head": places["head"]})
+
+
+def test_a_place_that_does_not_fit_is_named(store: RendezvousStore) -> None:
+    sent = model()
+    errors = at_once(
+        in_group(0, store, sending(sent), world=2),
+        in_group(1, store, receiving(sent, keeper({}), into={"embed": torch.zeros(64, 50)}.get), world=2),
+    )
+    assert ["place for a tensor is TensorSpec(name='embed', shape=(64, 50)" in str(e) for e in errors] == [True] * 2
+
+
 def test_progress_counts_every_bucket_on_both_sides(store: RendezvousStore) -> None:
     sent, seen = model(), ([], [])
     report, _ = at_once(
