@@ -185,7 +185,7 @@ class Collector:
         parts.optimizer_steps = int(result.metrics.get("optimizer_steps", parts.optimizer_steps))
         parts.trained += len(rows)
         self._hooks.cycle().verdicts["trained"] += len(rows)
-        await parts.intake.settled(deadlines.call_s * deadlines.scale)
+        await parts.settled()
         self._hooks.activity("wait")
         self._hooks.cycle().mq_size = parts.intake.available()
         self._s.check_owner()

@@ -79,18 +79,18 @@ class Controller:
         """From start-up to the last checkpoint. Raises what ended the run otherwise."""
         parts = self.parts
         self._began = self._s.clock.now()
+        spawn = self._s.endpoint.spawn  # what one of them raises ends the run (fail)
         background = [
-            asyncio.ensure_future(parts.fleet.watch()),
-            asyncio.ensure_future(parts.intake.scribe()),
-            asyncio.ensure_future(self._scan_forever()),
-            asyncio.ensure_future(self._measure_lag()),
+            spawn(parts.fleet.watch(), "watching agents"),
+            spawn(parts.intake.scribe(self._config.queue.retry_s), "scribe of accept log and ledger"),
+            spawn(self._scan_forever(), "looking for unannounced segments"),
+            spawn(self._measure_lag(), "measuring event-loop lag"),
         ]
         try:
             await parts.fleet.start_engines()
             await parts.fleet.start_trainers(resume_from)
             if resume_from is not None:
                 await self._recovery.restore(resume_from)
-            await self._open()
             reason = await self._loop()
             await self._close(reason)
             return self._summary(reason)
@@ -110,25 +110,34 @@ class Controller:
         self.parts.changed.notify()
 
     async def _loop(self) -> str:
+        """Cycle after cycle; a trainer group that goes down, wherever, is brought back from the last checkpoint."""
+        step = self._open
         while True:
             try:
-                reason = await self._one_cycle()
+                reason = await step()
             except FaultError:
-                if self.parts.fleet.trainer_down is None or self.parts.fleet.fatal is not None:
+                down = self.parts.fleet.trainer_down is not None and self.parts.fleet.fatal is None
+                if not down or not self._s.checkpoints.complete():
                     raise
-                await self._recovery.trainer_group(self._cycle)
-                await self._sync_point(checkpoint=False, bump=False)
+                step = self._come_back
                 continue
             if reason:
                 return reason
+            step = self._one_cycle
+
+    async def _come_back(self) -> str:
+        await self._recovery.trainer_group(self._cycle)
+        await self._sync_point(checkpoint=False, bump=False)
+        return ""
 
     # --- opening and closing --------------------------------------------------------------------------------------
 
-    async def _open(self) -> None:
+    async def _open(self) -> str:
         """Before cycle 1: checkpoint 0, sync of the first version, decision, activation."""
         fresh = self.parts.version == WeightVersion(0, 0)
         self._status("first weight sync")
         await self._sync_point(checkpoint=fresh, bump=False, validate=fresh and self._config.trainer.val_before_train)
+        return ""
 
     async def _close(self, reason: str) -> None:
         """The last short cycle is synced, validated and checkpointed; nothing is lent any more."""
@@ -136,7 +145,7 @@ class Controller:
         if parts.resources.is_active:
             await parts.resources.deactivate("end of the run")
         await self._surplus()
-        await parts.intake.settled(self._config.deadlines.call_s * self._config.deadlines.scale)
+        await parts.settled()
         parts.log.event("run", "run", new="finished", reason=reason)
 
     async def _stop_orderly(self, reason: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridsched.errors import QueueError
+from hybridsched.errors import DeadlineExceeded, NoSpace, QueueError
 from hybridsched.model import RowRef, SampleRow, SegmentId, Verdict, WeightVersion
 from hybridsched.runlog.base import EventSink
 from hybridsched.runtime.frontier import Frontier
@@ -71,6 +71,7 @@ class Intake:
         self._wake = asyncio.Event()
         self._written = Signal()
         self._busy = False
+        self.blocked = ""  #: why the logs cannot be written now
 
     # --- what is there --------------------------------------------------------------------------------------------
 
@@ -93,12 +94,12 @@ class Intake:
         if uid not in self._accepted and uid not in self.frontier:
             self.completed[uid] = completed
 
-    def on_sealed(self, segment: SegmentId, rows: Sequence[SampleRow]) -> int:
-        """Rows are durable. Returns how many were new; twins of known uids are reported and left."""
+    def on_sealed(self, segment: SegmentId, rows: Sequence[SampleRow]) -> list[int]:
+        """Rows are durable. Returns the new uids; twins of known ones are reported and left."""
         if segment in self._known:
-            return 0
+            return []
         self._known.add(segment)
-        fresh = 0
+        fresh: list[int] = []
         self._rows_left[segment] = len(rows)
         for row in rows:
             if row.sample_uid in self._accepted or row.sample_uid in self.frontier:
@@ -106,7 +107,7 @@ class Intake:
                 self._spend(row)
                 self._log.event("sample", str(row.sample_uid), new="twin", reason=f"already there; row of {segment}")
                 continue
-            fresh += 1
+            fresh.append(row.sample_uid)
             self.completed.pop(row.sample_uid, None)
             self._accepted.add(row.sample_uid)
             self._to_accept.append(row)
@@ -201,39 +202,65 @@ class Intake:
 
     # --- the scribe -----------------------------------------------------------------------------------------------
 
-    async def scribe(self) -> None:
-        """Write both logs in order, until cancelled."""
+    async def scribe(self, space_retry_s: float) -> None:
+        """Write both logs in order, until cancelled. A full disk is waited out; nothing is dropped."""
         while True:
             await self._wake.wait()
             self._wake.clear()
-            await self._write()
-
-    async def settled(self, deadline_s: float) -> None:
-        """Return when everything given so far is in the logs."""
-        async with asyncio.timeout(deadline_s):
-            while self._to_accept or self._to_ledger or self._busy:
+            try:
+                await self._write()
+            except NoSpace as full:
+                if not self.blocked:
+                    self._log.event("fault", "controller", new="disk full", reason=str(full))
+                self.blocked = str(full)
+                await asyncio.sleep(space_retry_s)
                 self._wake.set()
-                await self._written.wait(deadline_s)
+                continue
+            if self.blocked:
+                self.blocked = ""
+                self._log.event("fault", "controller", new="space again")
+
+    async def settled(self, deadline_s: float, blocked_s: float) -> None:
+        """Return when everything given so far is in the logs; ``blocked_s`` bounds the wait for space on a full disk.
+
+        Raises DeadlineExceeded.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while self._to_accept or self._to_ledger or self._busy:
+            self._wake.set()
+            left = began + (blocked_s if self.blocked else deadline_s) - loop.time()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"accept log and ledger could not be written for {loop.time() - began:.0f} s: "
+                    f"{self.blocked or 'the file system does not answer (deadlines.call_s)'}"
+                )
+            await self._written.wait(min(left, deadline_s))
 
     async def _write(self) -> None:
         self._busy = True
         try:
             while self._to_accept or self._to_ledger:
-                rows, lines = list(self._to_accept), self._to_ledger
-                self._to_ledger = []
-                if rows:
-                    await self._offload(self.accept_log.append, [accept_entry(row.sample_uid, row.ref) for row in rows])
-                    kept = set(map(id, self._to_accept))
-                    for row in rows:
-                        if id(row) in kept:  # not quarantined meanwhile
-                            self._to_accept.popleft()
-                            self.queue.append(row)
-                    self._changed.notify()
+                await self._write_accepted()
+                lines = list(self._to_ledger)
                 if lines:
                     await self._offload(self.ledger.append, lines)
+                    del self._to_ledger[: len(lines)]
         finally:
             self._busy = False
             self._written.notify()
+
+    async def _write_accepted(self) -> None:
+        rows = list(self._to_accept)
+        if not rows:
+            return
+        await self._offload(self.accept_log.append, [accept_entry(row.sample_uid, row.ref) for row in rows])
+        kept = set(map(id, self._to_accept))
+        for row in rows:
+            if id(row) in kept:  # not quarantined meanwhile
+                self._to_accept.popleft()
+                self.queue.append(row)
+        self._changed.notify()
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -257,14 +284,18 @@ class Intake:
         named = {row.ref for row in order}
         late = [row for ref, row in by_ref.items() if ref not in named]
         self.queue.clear()
+        self._to_accept.clear()
         self._accepted.clear()
-        self.completed.clear()
         self._known.update(rows)
         self._rows_left = {segment: len(segment_rows) for segment, segment_rows in rows.items()}
         for row in order:
             self._queue_restored(row, durable_entry=True)
         for row in late:
             self._queue_restored(row, durable_entry=False)
+        # Finished samples that live workers have yet to seal stay; those the checkpoint knows as done do not.
+        self.completed = {
+            uid: done for uid, done in self.completed.items() if uid not in self._accepted and uid not in self.frontier
+        }
         return len(self.queue) + len(self._to_accept)
 
     def _queue_restored(self, row: SampleRow, *, durable_entry: bool) -> None:

@@ -185,8 +185,10 @@ class Parts:
         """Durable rows: new ones are accepted, leases of their twins end."""
         fresh = self.intake.on_sealed(segment, rows)
         self.rollouter.on_durable([row.sample_uid for row in rows])
+        for uid in fresh:
+            self.window.found(uid)
         self.rollouter.pump()
-        return fresh
+        return len(fresh)
 
     async def find_unannounced(self, producer: str | None) -> None:
         """Sealed segments nobody announced (lost message, dead producer)."""
@@ -194,6 +196,11 @@ class Parts:
             self.log.event("segment", str(info.segment), new="found", reason="not announced")
             self.accept(info.segment, info.rows)
         self.changed.notify()
+
+    async def settled(self) -> None:
+        """Both logs hold everything given so far."""
+        deadlines = self.services.config.deadlines
+        await self.intake.settled(deadlines.call_s * deadlines.scale, deadlines.collect_s * deadlines.scale)
 
     # --- callbacks ------------------------------------------------------------------------------------------------
 

@@ -51,8 +51,7 @@ class Recovery:
         """Add the controller's part, publish, prune old ones, collect garbage below the oldest."""
         p = self._p
         began = p.clock.now()
-        bound = self._config.deadlines.checkpoint_s * self._config.deadlines.scale
-        await p.intake.settled(bound)
+        await p.settled()
         state = self._state()
         self._s.check_owner()
         try:
@@ -124,7 +123,7 @@ class Recovery:
         p.rollouter.restart_at(state.frontier_lowest)
         p.window.restored(
             in_flight=[f.uid for f in p.rollouter.flights() if f.purpose.value == "train"] + p.rollouter.waiting(),
-            queued=p.intake.waiting_uids(),
+            queued=[*p.intake.waiting_uids(), *p.intake.completed],
         )
         p.synchronizer.forget_group()
         p.log.event(
@@ -175,7 +174,7 @@ class Recovery:
         refs = await self._s.offload(self._s.checkpoints.complete)
         folder = refs[-1].folder
         await p.fleet.restart_trainers(folder)
-        await p.intake.settled(self._config.deadlines.call_s * self._config.deadlines.scale)
+        await p.settled()
         await self.restore(folder)
         cycle.began = p.clock.now()
         p.log.event("fault", "trainer", new="group restarted", reason=reason, seconds=p.clock.now() - began)

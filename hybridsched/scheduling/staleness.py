@@ -4,8 +4,8 @@ Owns: ``StalenessWindow`` (admission), ``sample_age`` and the rules of ``max_off
 
 Invariants of the window: in flight + queued + consumed since the last sync never exceeds ``max_required`` through an
 admission; each sample counts once, in exactly one of the three; a sample that ends with another verdict than
-``trained`` gives its place back at once. Only ``restored`` may leave more than ``max_required`` (a rollback
-brings back what several cycles had consumed); then nothing is admitted until training has caught up.
+``trained`` gives its place back at once. Only ``restored`` and ``found`` may leave more than ``max_required`` (a
+rollback brings back what several cycles had consumed); then nothing is admitted until training has caught up.
 
 Not here: validation samples (they are outside), the sample's data, and what is on disk.
 """
@@ -117,6 +117,14 @@ class StalenessWindow:
         if uid not in self._place:
             raise WindowError(f"staleness window: sample {uid} is issued again but is not counted")
         self._put(uid, Place.IN_FLIGHT)
+
+    def found(self, uid: int) -> None:
+        """A durable sample turned up that nobody counted (late listing after a resume). Nothing if it is counted.
+
+        Like ``restored`` it may leave more than ``max_required``.
+        """
+        if uid not in self._place:
+            self._put(uid, Place.QUEUED)
 
     def restored(self, *, in_flight: Iterable[int] = (), queued: Iterable[int] = ()) -> None:
         """After a resume or rollback: exactly these samples are there. May leave more than ``max_required``."""

@@ -99,7 +99,7 @@ class RolloutWorker:
         self._offload = offload
         self._rss = rss_bytes
         self._settings = settings
-        self._phase = "starting"
+        self._phase = "idle"
         self._runs: dict[int, _Run] = {}
         self._parked: dict[int, m.Lease] = {}
         self._told_unfinished: dict[int, int] = {}
