@@ -31,8 +31,9 @@ from hybridsched.runtime import messages as m
 from hybridsched.runtime.adapters.transfer import Cut, TransportSettings, sync_done
 from hybridsched.trainers.base import Trainer
 from hybridsched.weight_sync.broadcast import receive_weights, send_weights
-from hybridsched.weight_sync.group import BroadcastGroup, RendezvousStore, open_store
+from hybridsched.weight_sync.group import BroadcastGroup
 from hybridsched.weight_sync.handover import HandoverReader, HandoverWriter
+from hybridsched.weight_sync.rendezvous import RendezvousStore, open_store
 from hybridsched.weight_sync.shared_ring import run_folder, safe_name
 from hybridsched.weight_sync.watchdog import BucketWatchdog
 from hybridsched.weight_sync.wire import SyncReport, torch_dtype
