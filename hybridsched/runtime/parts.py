@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from hybridsched.model import ReplicaKind, SampleRow, SamplingParams, SegmentId, Tenant, WeightVersion
+import numpy as np
+
+from hybridsched.model import ReplicaKind, SampleRow, SamplingParams, SegmentId, Tenant, TokenArray, WeightVersion
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.checkpoints import LogPosition
 from hybridsched.runtime.fleet import Fleet, FleetSettings
@@ -150,7 +152,19 @@ class Parts:
             drain_s=deadlines.drain_s * deadlines.scale,
             double_abort=s.config.async_training.compat == "peer",
         )
-        return WeightSynchronizer(s.endpoint, self.pool, s.clock, s.log, settings, self._kill, self._on_sync_resumed)
+        made = WeightSynchronizer(s.endpoint, self.pool, s.clock, s.log, settings, self._kill, self._on_sync_resumed)
+        if settings.verify_probe:
+            made.probe_set = self._probe_set(sync.probe_count)
+        return made
+
+    def _probe_set(self, count: int) -> list[tuple[TokenArray, TokenArray]]:
+        """Fixed sequences for the truth test: prompts, each followed by the tokens of the next ones as its response."""
+        prompts = [self.services.prompts[i].tokens for i in range(min(len(self.services.prompts), 4 * count))]
+        budget = min(32, self.services.config.data.max_response_length)
+        return [
+            (prompts[i], np.concatenate(prompts[i + 1 :] + prompts[: i + 1])[:budget].astype(np.int32))
+            for i in range(min(count, len(prompts)))
+        ]
 
     def _build_fleet(self) -> Fleet:
         s, deadlines = self.services, self.services.config.deadlines

@@ -27,7 +27,7 @@ from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.plan import CONTROLLER, RunPlan, WorkerSpec, build_plan
 from hybridsched.runtime.policy_loader import load_policy
 from hybridsched.runtime.services import ChainSources, Services
-from hybridsched.runtime.supervision import WorkerExit
+from hybridsched.runtime.supervision import RewardPool, WorkerExit
 from hybridsched.runtime.transport.memory import Faults, MemoryNetwork
 from hybridsched.runtime.workers.build import build_emulated_worker
 from hybridsched.runtime.workers.rollout import RolloutWorker
@@ -247,11 +247,15 @@ class SimulatedRun:
             self.plan,
             network.transport(rank),
             SimulatedSpawner(self),
-            NoRewards(),
+            self.reward_pool(),
             self.clock,
             self.new_incarnation,
             settings,
         )
+
+    def reward_pool(self) -> RewardPool:
+        """Emulated workers score by themselves; runs with real rewards override this."""
+        return NoRewards()
 
     def build_worker(self, spec: WorkerSpec, incarnation: str, endpoint: Endpoint) -> RolloutWorker | TrainerWorker:
         """The real worker class around an emulated engine or trainer."""
