@@ -279,10 +279,10 @@ def test_a_checkpoint_is_listed_when_committed_and_restores_equal_but_not_shared
     store = MemoryCheckpointStore(MemoryDisk())
     as_protocol: CheckpointStore = store
     folder = saved(store, 3)
-    assert as_protocol.list() == []
+    assert as_protocol.complete() == []
     original = state(3)
     ref = as_protocol.commit(folder, original)
-    assert (ref.version, list(as_protocol.list())) == (WeightVersion(1, 3), [ref])
+    assert (ref.version, list(as_protocol.complete())) == (WeightVersion(1, 3), [ref])
     original.policy_state["ratio"].append(9)
     assert as_protocol.load(folder) == state(3)
 
@@ -312,7 +312,7 @@ def test_an_incomplete_checkpoint_is_refused_and_a_full_disk_keeps_the_old() -> 
         store.commit(folder, state(2))
     store.discard(folder)
     store.discard(ref.folder)
-    assert (list(store.list()), list(store.trainer_parts)) == ([ref], [ref.folder])
+    assert (list(store.complete()), list(store.trainer_parts)) == ([ref], [ref.folder])
 
 
 # --- run log ------------------------------------------------------------------------------------------------------
