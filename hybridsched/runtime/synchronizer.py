@@ -160,11 +160,13 @@ class WeightSynchronizer:
         """One attempt; None when every receiver holds the weights, else what failed."""
         self._attempt += 1
         attempt, members = self._attempt, [TRAINER, *alive]
-        opened = m.OpenSync(attempt, members, fresh=members != self._group)
+        # A restarted worker has its old name but knows no group: incarnations are part of the comparison.
+        group = [f"{name}@{self._pool.incarnation_of(name)}" for name in members]
+        opened = m.OpenSync(attempt, members, fresh=group != self._group)
         address = await self._endpoint.call(
             TRAINER, opened, m.SyncAddress, deadline_s=self._settings.sync_s, what="opening the sync group"
         )
-        self._group = members
+        self._group = group
         calls = [
             self._endpoint.call(
                 TRAINER,

@@ -70,8 +70,9 @@ class SimulatedWorker:
 
     @property
     def engine(self) -> EmulatedEngine | None:
-        """The emulated engine of a replica (faults are put there)."""
-        return getattr(self.worker, "_engine", None)
+        """The emulated engine of a replica (faults are put there); None for trainers and real engines."""
+        engine = getattr(self.worker, "_engine", None)
+        return engine if isinstance(engine, EmulatedEngine) else None
 
     def send(self, envelope: m.Envelope) -> None:
         """Deliver in the next turn of the loop."""
