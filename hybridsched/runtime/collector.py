@@ -101,7 +101,7 @@ class Collector:
             parts.intake.available(),
             parts.rollouter.in_flight(),
             parts.rollouter.prompts_left(),
-            len(parts.pool.ready()),
+            parts.pool.n_ready,
         )
 
     def _cure_starvation(self, target: CollectionTarget) -> None:

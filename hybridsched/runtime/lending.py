@@ -159,7 +159,7 @@ class Lending:
                 p.rollouter.in_flight(),
                 p.window.room(),
                 p.rollouter.prompts_left(),
-                len(p.pool.ready()),
+                p.pool.n_ready,
             )
             target = deactivate_target(
                 answer,
@@ -181,7 +181,7 @@ class Lending:
             prompts_left=p.rollouter.prompts_left() + p.rollouter.in_flight(),
             lent_for_s=p.clock.now() - self._lent_at,
             lending_s=lending_s,
-            lent_replicas=len([n for n in p.resources.lent if n in p.pool.ready()]),
+            lent_replicas=len(p.pool.ready(ReplicaKind.HYBRID)),
         )
 
     def _left_s(self) -> float:

@@ -229,7 +229,7 @@ class Parts:
     def _on_sync_resumed(self) -> None:
         """Standalone replicas hold the weights: parked leases go on, but only up to their share with hybrids."""
         lendable = len(self.resources.lendable())
-        ready = len(self.pool.ready())
+        ready = self.pool.n_ready
         self.rollouter.reserve = self.rollouter.parked() * lendable // (lendable + ready) if lendable else 0
         self.rollouter.paused = ""
         self._on_capacity()
@@ -252,17 +252,15 @@ class Parts:
         if replica in self.pool and self.pool[replica].state is ReplicaState.READY:
             self._set_activity(replica, "rollout" if leases else "idle")
 
-    def _on_ready_change(self) -> None:
+    def _on_ready_change(self, replica: str) -> None:
         self._observe(self.rollouter.running())
-        for name in self.pool.names():
-            if self.pool[name].state is ReplicaState.READY:
-                self._set_activity(name, "rollout" if self.rollouter.on_replica(name) else "idle")
-            else:
-                self._activity.pop(name, None)  # the pool logs what it does instead
+        if self.pool[replica].state is ReplicaState.READY:
+            self._set_activity(replica, "rollout" if self.rollouter.on_replica(replica) else "idle")
+        else:
+            self._activity.pop(replica, None)  # the pool logs what it does instead
 
     def _observe(self, running: int) -> None:
-        ready = len(self.pool.ready())
-        capacity = rollout_capacity(ready, self._s, self.services.derived.max_required_samples)
+        capacity = rollout_capacity(self.pool.n_ready, self._s, self.services.derived.max_required_samples)
         self.capacity.observe(self.clock.now(), running, capacity)
 
     def _set_activity(self, replica: str, what: str) -> None:

@@ -41,8 +41,9 @@ class Pool:
         self._replicas = {
             w.worker: ReplicaLifecycle(w.worker, replica_kind(w.worker)) for w in plan.workers if w.kind != "trainer"
         }
+        self._ready: dict[str, ReplicaKind] = {}  # READY ones, in the order they became so
         self.incarnation: dict[str, str] = {}
-        self.on_ready_change: Callable[[], None] | None = None
+        self.on_ready_change: Callable[[str], None] | None = None
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._replicas
@@ -60,7 +61,12 @@ class Pool:
 
     def ready(self, kind: ReplicaKind | None = None) -> list[str]:
         """Replicas that take requests."""
-        return self.names(kind, (ReplicaState.READY,))
+        return [name for name, its_kind in self._ready.items() if kind is None or its_kind is kind]
+
+    @property
+    def n_ready(self) -> int:
+        """How many replicas take requests. O(1): asked on every completed sample."""
+        return len(self._ready)
 
     def process_up(self, replica: str, incarnation: str) -> None:
         """A worker process connected."""
@@ -87,6 +93,11 @@ class Pool:
         before = self._replicas[replica]
         after, effects = advance(before, event, reason)
         self._replicas[replica] = after
+        turned = (before.state is ReplicaState.READY) != (after.state is ReplicaState.READY)
+        if after.state is ReplicaState.READY:
+            self._ready[replica] = after.kind
+        else:
+            self._ready.pop(replica, None)
         for effect in effects:
             self._balance(effect, after)
         self._log.event(
@@ -101,8 +112,8 @@ class Pool:
         activity = _ACTIVITY.get(after.state)
         if activity is not None and after.state is not before.state:
             self._log.event("activity", replica, new=activity)
-        if (before.state is ReplicaState.READY) != (after.state is ReplicaState.READY) and self.on_ready_change:
-            self.on_ready_change()
+        if turned and self.on_ready_change is not None:
+            self.on_ready_change(replica)
         return effects
 
     def _balance(self, effect: ReplicaEffect, replica: ReplicaLifecycle) -> None:

@@ -1,0 +1,30 @@
+"""The wish to end a run in order, as the controller sees it (`services.StopFlag`).
+
+Signal handlers set it and do nothing else: no print, no lock, no await. Installing handlers is `agent_main`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+StopKind = Literal["", "stop", "requeue"]
+
+
+class StopRequest:
+    """"" (go on), "stop" (Ctrl-C, SIGTERM) or "requeue" (time limit, preemption). A later wish does not undo the first.
+
+    A requeue is upgraded to a stop: the user wins over the batch system, and the run can be resumed either way.
+    """
+
+    def __init__(self) -> None:
+        self._kind: StopKind = ""
+
+    @property
+    def kind(self) -> StopKind:
+        """What is asked for."""
+        return self._kind
+
+    def ask(self, kind: Literal["stop", "requeue"]) -> None:
+        """May be called from a signal handler."""
+        if self._kind != "stop":
+            self._kind = kind
