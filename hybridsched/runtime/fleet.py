@@ -167,10 +167,14 @@ class Fleet:
         reason = self.trainer_down or "asked for"
         self.trainer_restarts += 1
         if self.trainer_restarts > self._settings.trainer_restarts:
-            raise FaultError(
-                f"the trainer group went down {self.trainer_restarts} times (faults.trainer_restarts is "
-                f"{self._settings.trainer_restarts}); last: {reason}"
+            self._die(
+                FaultError(
+                    f"the trainer group went down {self.trainer_restarts} times (faults.trainer_restarts is "
+                    f"{self._settings.trainer_restarts}); last: {reason}"
+                )
             )
+        if self.fatal is not None:
+            raise self.fatal
         names = [w.worker for w in self._plan.of_kind("trainer")]
         old = {name: self.up[name] for name in names if name in self.up}
         fresh = [n for n in names if n in self.up and n == (self._died_last or "")]
