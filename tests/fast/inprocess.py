@@ -1,4 +1,4 @@
-"""A real run in one process: torch engine, torch trainer, gloo, HDF5 segments; only the processes and MPI are missing."""
+"""A real run in one process: torch engine and trainer, gloo, HDF5 segments; only processes and MPI are missing."""
 
 from __future__ import annotations
 
