@@ -11,9 +11,10 @@ StopKind = Literal["", "stop", "requeue"]
 
 
 class StopRequest:
-    """"" (go on), "stop" (Ctrl-C, SIGTERM) or "requeue" (time limit, preemption). A later wish does not undo the first.
+    """One wish: none, "stop" (Ctrl-C, SIGTERM) or "requeue" (time limit, preemption).
 
-    A requeue is upgraded to a stop: the user wins over the batch system, and the run can be resumed either way.
+    A later requeue does not undo a stop, but a stop overrides a requeue: the user wins over the batch system, and the
+    run can be resumed either way.
     """
 
     def __init__(self) -> None:
@@ -21,7 +22,7 @@ class StopRequest:
 
     @property
     def kind(self) -> StopKind:
-        """What is asked for."""
+        """What is asked for; "" while the run is to go on."""
         return self._kind
 
     def ask(self, kind: Literal["stop", "requeue"]) -> None:

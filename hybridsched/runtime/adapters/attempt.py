@@ -70,7 +70,9 @@ def new_attempt(run_folder: Path, run_id: str, launch: str, launcher: str, socke
             _point(parent / _LATEST, str(number))
             return folder, info
     except OSError as error:
-        raise RunFolderError(f"{parent}: cannot be written: {error.strerror or error}; make room, or correct it") from error
+        raise RunFolderError(
+            f"{parent}: cannot be written: {error.strerror or error}; make room, or correct it"
+        ) from error
     raise RunFolderError(f"{parent}: {_MAX_RACES} other launchers took a number in turn; start only one")
 
 

@@ -55,7 +55,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 encode_greeting = msgspec.msgpack.encode
-_greetings = msgspec.msgpack.Decoder(Hello | Welcome | Refused)
+_greetings: msgspec.msgpack.Decoder[Hello | Welcome | Refused] = msgspec.msgpack.Decoder(Hello | Welcome | Refused)
 
 
 def decode_greeting(frame: bytes) -> Hello | Welcome | Refused:
@@ -193,7 +193,8 @@ async def connect(socket_path: Path, hello: Hello, deadline_s: float) -> tuple[C
     if isinstance(greeting, Welcome):
         return channel, greeting
     channel.abort("not welcome")
-    raise FaultError(f"{hello.worker}: refused by the agent: {greeting.reason if isinstance(greeting, Refused) else '?'}")
+    reason = greeting.reason if isinstance(greeting, Refused) else f"it answered with a {type(greeting).__name__}"
+    raise FaultError(f"{hello.worker}: refused by the agent: {reason}")
 
 
 def attach(channel: Channel, on_frame: Callable[[bytes], None], on_lost: Callable[[str], None]) -> None:

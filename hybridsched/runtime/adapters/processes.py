@@ -129,7 +129,9 @@ class ProcessHandle:
         if reason:  # our side ended it: foreign bytes, or a worker that does not read
             self.kill(f"its connection failed: {reason}")
         else:
-            self._later(_LINGER_S, lambda: self.kill(f"it closed its connection and did not end within {_LINGER_S:g} s"))
+            self._later(
+                _LINGER_S, lambda: self.kill(f"it closed its connection and did not end within {_LINGER_S:g} s")
+            )
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -339,8 +341,8 @@ def visible_gpus(spec: WorkerSpec, offered: str | None) -> str:
     names = [name for name in offered.split(",") if name]
     if spec.gpus and max(spec.gpus) >= len(names):
         raise FaultError(
-            f"{spec.worker} is planned on GPUs {list(spec.gpus)} of its node, but CUDA_VISIBLE_DEVICES={offered!r} there; "
-            "ask for as many GPUs as trainer.n_gpus_per_node or rollout.n_gpus_per_node says"
+            f"{spec.worker} is planned on GPUs {list(spec.gpus)} of its node, but CUDA_VISIBLE_DEVICES={offered!r} "
+            "there; ask for as many GPUs as trainer.n_gpus_per_node or rollout.n_gpus_per_node says"
         )
     return ",".join(names[gpu] for gpu in spec.gpus)
 

@@ -192,8 +192,8 @@ def world_mismatch(size: int, expected: int, what: str, library: str) -> str:
     if size != 1:
         return f"{found}; the step was started with another number of tasks (library: {version})"
     return (
-        f"{found}: the launcher and the MPI library do not belong together, so that every rank is a silent world of one "
-        f"(library: {version}; interpreter: {sys.executable}). Start the ranks with the mpiexec of the same "
+        f"{found}: the launcher and the MPI library do not belong together, so that every rank is a silent world of "
+        f"one (library: {version}; interpreter: {sys.executable}). Start the ranks with the mpiexec of the same "
         f"installation, {Path(sys.prefix) / 'bin' / 'mpiexec'}, or with the srun --mpi=... that this library speaks"
     )
 

@@ -82,10 +82,10 @@ class Process:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave.set)
         working: asyncio.Future[None] = asyncio.ensure_future(worker.run())
         leaving = asyncio.ensure_future(self._leave.wait())
-        await asyncio.wait([working, leaving, self._broken], return_when=asyncio.FIRST_COMPLETED)
+        await _any_of(working, leaving, self._broken)
         self._raise_broken(working)
         draining = asyncio.ensure_future(worker.drain(drain_s))  # the beats of run() go on meanwhile
-        await asyncio.wait([working, draining, self._broken], return_when=asyncio.FIRST_COMPLETED)
+        await _any_of(working, draining, self._broken)
         self._raise_broken(working)
         draining.result()
         working.cancel()
@@ -141,6 +141,11 @@ class Process:
     def _break(self, error: BaseException) -> None:
         if not self._broken.done():
             self._broken.set_exception(error)
+
+
+async def _any_of(*futures: asyncio.Future[Any]) -> None:
+    """Until one of them is done. Not bounded: a worker works as long as it is let."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _real_build(path: str) -> tuple[Callable[..., Worker], Any, float]:

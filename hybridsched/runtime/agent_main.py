@@ -1,0 +1,247 @@
+"""Entry of a node agent, one per node, started by mpiexec or srun:
+
+    python -m hybridsched.runtime.agent_main --run RUN_FOLDER --attempt K [--resume]
+
+Owns: this process: signals, cores, MPI, building agent, spawner and reward pool, and how the end becomes an exit code
+and `exit-<rank>.json`. Rank 0 also carries the controller (`runtime.build.run_rank0`).
+
+Invariants: signal handlers only set a flag; the process dies with its parent and with the launcher of its host; it
+imports neither torch nor vllm; every way out is bounded and goes through ``os._exit``. An orderly end says goodbye to
+the other ranks before MPI_Finalize (`transport.mpi`); a rank that fails leaves at once, and the launcher ends the step.
+
+Does not: decide (controller), restart the step (launch loop), or read data, models and prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import faulthandler
+import itertools
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hybridsched.errors import FaultError, HybridschedError, InternalError
+from hybridsched.runtime.adapters.attempt import AttemptInfo, Ending, read_attempt, write_agent, write_exit
+from hybridsched.runtime.adapters.lifeline import die_with, open_tag, tag_of
+from hybridsched.runtime.stop import StopRequest
+
+if TYPE_CHECKING:
+    from hybridsched.config import RunConfig
+    from hybridsched.runtime.context import RunContext
+    from hybridsched.runtime.node_agent import AgentSettings, NodeAgent
+    from hybridsched.runtime.plan import RunPlan
+    from hybridsched.runtime.transport.mpi import MpiTransport
+
+BEAT_S = 0.5  #: between two beats of an agent
+
+_GOODBYE_S = 15.0  # more than deadlines.stop_s, for the other agents to end their workers
+_SIGNALS: dict[signal.Signals, Literal["stop", "requeue"]] = {
+    signal.SIGINT: "stop",
+    signal.SIGTERM: "stop",
+    signal.SIGUSR2: "requeue",
+}
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_EXIT_S = 20.0  # between the end of the event loop's work and the end of the process
+_FORBIDDEN = ("torch", "vllm")  # would cost hundreds of megabytes per node, and a GPU context
+
+
+class Agent:
+    """This process: everything of it that lives outside the event loop."""
+
+    def __init__(self, run_folder: Path, folder: Path, info: AttemptInfo, stop: StopRequest, *, resume: bool) -> None:
+        """folder: of the attempt."""
+        self.run_folder = run_folder
+        self.folder = folder
+        self.info = info
+        self.stop = stop
+        self.resume = resume
+        self.rank = 0
+        self.socket_dir = Path(tempfile.mkdtemp(prefix="hs-", dir=info.socket_dir or None))  # 0700
+        self._lifeline: int | None = None
+
+    def main(self) -> Ending:
+        """From the configuration to the end of the run. Never raises."""
+        try:
+            if self.info.launcher:
+                self._hold_lifeline(self.info.launcher)
+            config, plan, transport = self._prepare()
+            self.rank = transport.rank
+            self._redirect()
+            self._bind(plan)
+            write_agent(self.folder, self.rank, tag_of(os.getpid()))
+            return asyncio.run(self._serve(config, plan, transport))
+        except BaseException as error:  # noqa: BLE001 - becomes the exit code
+            return ending_of(error, self.rank)
+        finally:
+            shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+    # --- before the event loop ------------------------------------------------------------------------------------
+
+    def _hold_lifeline(self, tag: str) -> None:
+        self._lifeline = open_tag(tag)
+        if self._lifeline is None:
+            raise FaultError(f"the launcher (process {tag.partition(':')[0]}) is gone")
+
+    def _prepare(self) -> tuple[RunConfig, RunPlan, MpiTransport]:
+        from hybridsched.config import derive, load_config
+        from hybridsched.runtime.prepare import plan_of
+        from hybridsched.runtime.transport.mpi import open_world
+
+        config = load_config(self.run_folder / "config" / "resolved.yaml")
+        plan = plan_of(config, derive(config))
+        return config, plan, open_world(plan.world_size)
+
+    def _redirect(self) -> None:
+        """stderr, and of all ranks but 0 also stdout, into the agent's log; rank 0's stdout is read by the launcher."""
+        log = os.open(self.folder / "logs" / f"agent-{self.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 2)
+        if self.rank != 0:
+            os.dup2(log, 1)
+        os.close(log)
+
+    def _bind(self, plan: RunPlan) -> None:
+        """A node is the set of its workers' cores; the agent may run on any of them."""
+        cores = {core for worker in plan.of_node(self.rank) for core in worker.cores}
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+    # --- in the event loop ----------------------------------------------------------------------------------------
+
+    async def _serve(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
+        if self._lifeline is not None:
+            asyncio.get_running_loop().add_reader(self._lifeline, self._orphaned)
+        ending = await self._run(config, plan, transport)
+        forbidden = [name for name in _FORBIDDEN if name in sys.modules]
+        if forbidden:
+            ending = ending_of(InternalError(f"the agent of rank {self.rank} imported {forbidden}"), self.rank)
+        if ending.exit_code and self.rank != 0:
+            return ending  # the launcher ends the step
+        write_exit(self.folder, ending)  # before MPI has a chance to hold or kill this process
+        if await transport.leave(config.deadlines.stop_s * config.deadlines.scale + _GOODBYE_S):
+            transport.finalize()
+        else:
+            print(f"rank {self.rank}: another rank did not leave; ending without MPI_Finalize", file=sys.stderr)
+        faulthandler.dump_traceback_later(_EXIT_S, exit=True)  # asyncio.run waits for threads, however long
+        return ending
+
+    async def _run(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
+        from hybridsched.runtime.adapters.processes import ProcessSpawner
+        from hybridsched.runtime.adapters.reward_pool import ProcessRewardPool
+        from hybridsched.runtime.clock import RealClock
+        from hybridsched.runtime.context import RunContext
+        from hybridsched.runtime.node_agent import NodeAgent
+
+        name = f"agent.{self.rank}"
+        context = RunContext(
+            run_id=self.info.run_id,
+            run_folder=str(self.run_folder),
+            attempt=self.info.attempt,
+            attempt_folder=str(self.folder),
+            secret=self.info.secret,
+            agent=name,
+        )
+        resolved = self.run_folder / "config" / "resolved.yaml"
+        spawner = ProcessSpawner(context, resolved, self.socket_dir, threads=config.local.threads_per_worker)
+        rewards = ProcessRewardPool(config, context, name)
+        if any(worker.kind != "trainer" for worker in plan.of_node(self.rank)):
+            await rewards.check()  # a reward function that does not import ends the run here, with its reason
+        settings = agent_settings(config)
+        incarnations = incarnation_names(self.info.attempt)
+        agent = NodeAgent(self.rank, plan, transport, spawner, rewards, RealClock(), incarnations, settings)
+        try:
+            return await self._to_the_end(agent, config, plan, context)
+        finally:
+            await spawner.close()
+
+    async def _to_the_end(self, agent: NodeAgent, config: RunConfig, plan: RunPlan, context: RunContext) -> Ending:
+        if self.rank == 0:
+            from hybridsched.runtime.build import run_rank0
+
+            code = await run_rank0(agent, config, plan, context, self.stop, resume=self.resume)
+            return Ending(code, rank=0)  # its reason is in result.json
+        await agent.run()
+        return Ending(0, rank=self.rank)
+
+    def _orphaned(self) -> None:
+        """The launcher of this host is dead: nobody reads our results or would start us again."""
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
+        os._exit(FaultError.exit_code)  # workers and reward processes follow by their parent-death signal
+
+
+def agent_settings(config: RunConfig) -> AgentSettings:
+    """Bounds of supervision, from the configuration."""
+    from hybridsched.runtime.node_agent import AgentSettings
+    from hybridsched.runtime.workers.settings import phase_deadlines
+
+    bounds = config.deadlines
+    return AgentSettings(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        beat_s=BEAT_S,
+        silence_s=bounds.agent_silence_s * bounds.scale,
+        start_s=bounds.start_s * bounds.scale,
+        stop_s=bounds.stop_s * bounds.scale,
+        restarts=config.faults.worker_restarts,
+        backoff_s=config.faults.backoff_s,
+        phase_deadline_s=phase_deadlines(config),
+    )
+
+
+def incarnation_names(attempt: int) -> Callable[[str], str]:
+    """Names of the starts of a worker: unique in a run, for attempts are numbered and a worker has one agent."""
+    counter = itertools.count(1)
+    return lambda _worker: f"a{attempt:03d}.{next(counter)}"
+
+
+def ending_of(error: BaseException, rank: int) -> Ending:
+    """What an error means for the launcher. A traceback only for what is no error of ours."""
+    kind, text = type(error).__name__, str(error)
+    if isinstance(error, HybridschedError) and not isinstance(error, InternalError):
+        return Ending(error.exit_code, kind, text, rank=rank)
+    code = error.exit_code if isinstance(error, InternalError) else 1
+    return Ending(code, kind, text, "".join(traceback.format_exception(error)), rank)
+
+
+def install_handlers(stop: StopRequest) -> None:
+    """Signals ask, the controller obeys. A handler that printed could interrupt a print and kill the rank."""
+    for number in _SIGNALS:
+        signal.signal(number, lambda received, _frame: stop.ask(_SIGNALS[signal.Signals(received)]))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point. Never returns."""
+    parser = argparse.ArgumentParser(prog="hybridsched.runtime.agent_main", description="Started by the launch loop.")
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args(argv)
+    os.environ |= dict.fromkeys(_THREAD_VARIABLES, "1")  # an agent computes nothing; numpy must not start threads
+    stop = StopRequest()
+    install_handlers(stop)
+    die_with(os.getppid())
+    run_folder = arguments.run.resolve()
+    folder = run_folder / "attempts" / str(arguments.attempt)
+    try:
+        agent = Agent(run_folder, folder, read_attempt(folder), stop, resume=arguments.resume)
+        ending = agent.main()
+        write_exit(folder, ending)
+    except (HybridschedError, OSError) as error:
+        ending = ending_of(error, 0)
+    if ending.text:
+        print(f"rank {ending.rank}: {ending.kind}: {ending.text}\n{ending.traceback}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ending.exit_code)
+
+
+if __name__ == "__main__":
+    main()

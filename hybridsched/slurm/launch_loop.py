@@ -1,0 +1,299 @@
+"""The launch loop: start the job step, watch it, and start it again with resume when it ended badly (DESIGN 4).
+
+Owns: attempts and their folders, what is done with Ctrl-C, the judgement how an attempt ended, and the last message.
+
+Invariants
+    Success is what rank 0 wrote into result.json, never the exit code of a launcher: that of mpiexec or srun depends
+    on the MPI, on who died and in which order.
+    Between two attempts, and after the last one, no process of this launch is left.
+    Only faults are tried again (exit codes 1, 4 and signals). Wrong input (2), a lost run folder (3), a broken rule
+    (70), a requeue (75) and an orderly stop (130) would end the same way, or are what somebody wanted.
+    The first Ctrl-C (or SIGTERM, SIGHUP) asks rank 0 to stop in order, the second one kills. Neither waits without a
+    bound.
+
+Does not: know what a run does, or read its data. `local` starts the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, TextIO
+
+from hybridsched.config.schema import RunConfig
+from hybridsched.errors import FaultError, Interrupted
+from hybridsched.runtime.adapters.attempt import Ending, new_attempt, read_exits, read_result
+from hybridsched.runtime.adapters.lifeline import tag_of
+from hybridsched.runtime.prepare import PreparedRun
+from hybridsched.slurm.local import AGENT_MODULE, LocalStep, StepCommand, mpiexec
+
+STATUS_PREFIX = "@status "  #: of rank 0's lines that are for the live view (runtime.build writes them)
+
+OnStatus = Callable[[dict[str, Any]], None]
+Say = Callable[[str], None]
+
+_FAULT = FaultError.exit_code
+_RETRIED = (1, _FAULT)
+_LOOK_S = 0.25  # between two looks at signals and files
+_SETTLE_S = 30.0  # more than deadlines.stop_s, between rank 0's result and the end of the step
+_TAIL_LINES = 10
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_local(
+    prepared: PreparedRun,
+    *,
+    on_status: OnStatus = lambda _status: None,
+    say: Say | None = None,
+    agent_module: str = AGENT_MODULE,
+) -> int:
+    """Run to the end on this machine. Returns the exit code of the run (errors.py); the reason has been said.
+
+    on_status: live progress. say: one message for people (None: stderr). Call it from the main thread.
+    """
+    mpiexec()  # a missing one is said before a folder is made
+    with Interruptions() as interruptions:
+        return _Loop(prepared, on_status, say or _to_stderr, agent_module, interruptions).run()
+
+
+def _to_stderr(message: str) -> None:
+    sys.stdout.flush()
+    print(f"hybridsched: {message}", file=sys.stderr, flush=True)
+
+
+class Interruptions:
+    """Counts Ctrl-C and its relatives while the block runs. Handlers count and do nothing else."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interruptions:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._received)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _received(self, _number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended. ``left``: processes that would not die."""
+
+    ending: Ending
+    folder: Path
+    left: tuple[int, ...] = ()
+
+    @property
+    def code(self) -> int:
+        """Exit code of the run, if this was the last attempt."""
+        return self.ending.exit_code
+
+
+def is_tried_again(code: int) -> bool:
+    """Whether an attempt that ended so is followed by another one."""
+    return code in _RETRIED or code < 0
+
+
+def stop_bound_s(config: RunConfig) -> float:
+    """How long an orderly stop may take: hybrids leave, a checkpoint is written, workers end."""
+    d = config.deadlines
+    return (d.switch_s + d.drain_s + d.checkpoint_s + 2 * d.stop_s) * d.scale + _SETTLE_S
+
+
+class _Loop:
+    """One call of run_local."""
+
+    def __init__(
+        self, prepared: PreparedRun, on_status: OnStatus, say: Say, agent_module: str, interruptions: Interruptions
+    ) -> None:
+        self._run = prepared
+        self._on_status = on_status
+        self._say = say
+        self._agent_module = agent_module
+        self._interruptions = interruptions
+        self._launch = secrets.token_hex(8)
+
+    def run(self) -> int:
+        """Attempt after attempt."""
+        faults = self._run.config.faults
+        resume = self._run.resume
+        outcome = self._attempt(resume=resume)
+        for used in range(1, faults.attempts):
+            if outcome.left or not is_tried_again(outcome.code) or self._interruptions.count:
+                break
+            pause = faults.backoff_s * 2 ** (used - 1)
+            self._say(
+                f"attempt {used} of {faults.attempts} ended with {_told(outcome.ending)}\n"
+                f"starting again from the newest checkpoint in {pause:g} s; logs: {outcome.folder / 'logs'}"
+            )
+            if not self._sleep(pause):
+                outcome = Outcome(_interrupted("stopped between two attempts"), outcome.folder)
+                break
+            outcome = self._attempt(resume=True)
+        self._conclude(outcome)
+        return outcome.code
+
+    def _attempt(self, *, resume: bool) -> Outcome:
+        sockets = tempfile.mkdtemp(prefix="hs-")
+        try:
+            folder, info = new_attempt(
+                self._run.folder.resolve(), self._run.run_id, self._launch, tag_of(os.getpid()), sockets
+            )
+            what = StepCommand(
+                run_folder=self._run.folder.resolve(),
+                attempt=info.attempt,
+                attempt_folder=folder,
+                run_id=self._run.run_id,
+                launch=self._launch,
+                ranks=self._run.plan.world_size,
+                resume=resume,
+                agent_module=self._agent_module,
+            )
+            with open(folder / "logs" / "launcher.log", "w", encoding="utf-8") as log:
+                print(f"$ {shlex.join(what.command())}", file=log, flush=True)
+                return self._watch(what, log)
+        finally:
+            shutil.rmtree(sockets, ignore_errors=True)
+
+    def _watch(self, what: StepCommand, log: TextIO) -> Outcome:
+        step = LocalStep(what, lambda line: self._line(line, log))
+        try:
+            stop = self._until_end(step, what.attempt_folder)
+        finally:
+            code = step.returncode
+            left = step.end()
+            print(f"mpiexec ended with {code}; left over: {left}", file=log, flush=True)
+        return Outcome(judge(what.attempt_folder, code, stopped=stop), what.attempt_folder, tuple(left))
+
+    def _until_end(self, step: LocalStep, folder: Path) -> bool:
+        """Until mpiexec ended or was killed; True when the user asked for the end."""
+        asked_at: float | None = None
+        result_at: float | None = None
+        settle_s = self._run.config.deadlines.stop_s * self._run.config.deadlines.scale + _SETTLE_S
+        while step.returncode is None:
+            step.pump(_LOOK_S)
+            now = time.monotonic()
+            if self._interruptions.count and asked_at is None:
+                asked_at = now
+                if not step.ask(signal.SIGTERM):
+                    self._say("stopped before the run began")
+                    step.kill()
+                    break
+                self._say("stopping: the run writes a checkpoint and ends; Ctrl-C again to kill it")
+            if self._interruptions.count > 1:
+                self._say("killed")
+                step.kill()
+                break
+            if asked_at is not None and now - asked_at > stop_bound_s(self._run.config):
+                self._say(f"the orderly stop took more than {now - asked_at:.0f} s; killed")
+                step.kill()
+                break
+            if result_at is None and read_result(folder) is not None:
+                result_at = now
+            if result_at is not None and now - result_at > settle_s:
+                self._say(f"the run ended, but its processes did not within {settle_s:.0f} s; killed")
+                step.kill()
+                break
+        return asked_at is not None
+
+    def _line(self, line: str, log: TextIO) -> None:
+        if not line.startswith(STATUS_PREFIX):
+            print(line, file=log, flush=True)
+            return
+        try:
+            status = json.loads(line.removeprefix(STATUS_PREFIX))
+        except ValueError:
+            print(line, file=log, flush=True)
+        else:
+            self._on_status(status)
+
+    def _sleep(self, seconds: float) -> bool:
+        """False when interrupted."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0 and not self._interruptions.count:
+            time.sleep(min(_LOOK_S, left))
+        return not self._interruptions.count
+
+    # --- the last message -----------------------------------------------------------------------------------------
+
+    def _conclude(self, outcome: Outcome) -> None:
+        lines = []
+        ending, folder = outcome.ending, outcome.folder
+        if ending.exit_code:
+            lines += [_told(ending), f"logs: {folder / 'logs'}"]
+            if ending.traceback:
+                where = folder / "logs" / "traceback.txt"
+                where.write_text(ending.traceback, encoding="utf-8")
+                lines.append(f"traceback: {where}")
+            if ending.exit_code not in (2, 3):
+                lines.append(f"go on with: {self._resume_command()}")
+        if outcome.left:
+            lines.append(f"processes that would not die: {list(outcome.left)}")
+        if lines:
+            self._say("\n".join(lines))
+
+    def _resume_command(self) -> str:
+        resolved = self._run.folder / "config" / "resolved.yaml"
+        return shlex.join(["hybridsched", "run", str(resolved), "--resume"])
+
+
+def judge(folder: Path, launcher_code: int | None, *, stopped: bool) -> Ending:
+    """How the attempt in ``folder`` ended, from what its processes left there.
+
+    launcher_code: of mpiexec or srun, only for the message. stopped: somebody asked for the end.
+    """
+    result = read_result(folder)
+    if result is not None:
+        return result
+    errors = [ending for ending in read_exits(folder) if ending.exit_code != 0]
+    if errors:
+        # Of several ranks the one whose end cannot be mended by another start; else the first one.
+        return next((ending for ending in errors if not is_tried_again(ending.exit_code)), errors[0])
+    if stopped:
+        return _interrupted("killed before the run could end in order; what was durable is kept")
+    text = f"the step ended without a result ({_launcher_end(launcher_code)}): an agent was killed, or never started"
+    return Ending(_FAULT, "FaultError", "\n".join([text, *_tail(folder / "logs" / "launcher.log")]))
+
+
+def _interrupted(text: str) -> Ending:
+    return Ending(Interrupted.exit_code, "Interrupted", text)
+
+
+def _launcher_end(code: int | None) -> str:
+    if code is None:
+        return "the launcher was killed"
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code} of the launcher"
+
+
+def _told(ending: Ending) -> str:
+    what = {"Interrupted": "stopped", "RequeueRequested": "to be started again"}.get(
+        ending.kind, ending.kind or "failed"
+    )
+    return f"{what} (exit code {ending.exit_code}): {ending.text}"
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]  # without the command
+    except OSError:
+        return []
+    return [f"    {line}" for line in lines[-_TAIL_LINES:]]
