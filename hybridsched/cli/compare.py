@@ -12,6 +12,6 @@ def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of at least two runs.")],
 ) -> None:
     """Compare runs: wall clock, reward, utilization, lending."""
-    from hybridsched.report import compare as table
+    from hybridsched.report.compare import compare as table
 
     typer.echo(table(runs))

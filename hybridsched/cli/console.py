@@ -16,6 +16,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
     from rich.table import Table
     from rich.text import Text
 
+    from hybridsched.report.text import show
+
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -27,6 +29,8 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, tit
 
 def print_pairs(pairs: Mapping[str, object]) -> None:
     """One ``name  value`` a line."""
+    from hybridsched.report.text import show
+
     width = max((len(name) for name in pairs), default=0)
     for name, value in pairs.items():
         typer.echo(f"{name:<{width}}  {show(value)}")
@@ -35,21 +39,6 @@ def print_pairs(pairs: Mapping[str, object]) -> None:
 def print_json(value: Any) -> None:
     """For programs: NaN and infinity, which JSON does not have, become null."""
     typer.echo(json.dumps(_finite(value), indent=1, ensure_ascii=False))
-
-
-def show(value: object) -> str:
-    """A value as people read it."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {show(item)}" for key, item in value.items()) or "-"
-    if isinstance(value, list | tuple):
-        return ", ".join(show(item) for item in value) or "-"
-    return str(value)
 
 
 def _finite(value: Any) -> Any:

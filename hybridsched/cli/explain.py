@@ -11,10 +11,10 @@ import typer
 def explain(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
     entity: Annotated[
-        str, typer.Argument(metavar="ENTITY", help="E.g. hybrid.0, trainer.0, a sample's uid, decision.")
+        str, typer.Argument(metavar="ENTITY", help="E.g. hybrid.0, trainer.0, a sample's uid, decisions, faults.")
     ],
 ) -> None:
     """Tell the story of one entity from the run log: every event with its reason."""
-    from hybridsched.report import explain as story
+    from hybridsched.report.explain import explain as story
 
     typer.echo(story(run, entity))

@@ -18,7 +18,8 @@ def report(
 ) -> None:
     """Write the HTML report of a run (or print its summary as JSON)."""
     from hybridsched.cli.console import print_json
-    from hybridsched.report import summarize, write_html
+    from hybridsched.report.html import write_html
+    from hybridsched.report.summary import summarize
 
     if json:
         print_json(summarize(run))

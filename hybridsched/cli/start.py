@@ -65,15 +65,17 @@ class Outcome:
 
     def print(self) -> None:
         """Summary, then where the report is."""
+        from hybridsched.cli.summary import summary_pairs
+
         if self.summary:
-            print_pairs(self.summary)
+            print_pairs(summary_pairs(self.summary))
         if self.report is not None:
             typer.echo(f"report: {self.report}")
 
 
 def start(config: RunConfig, *, resume: bool, force: bool, quiet: bool) -> Outcome:
     """Check everything, run to the end, write the report. Raises HybridschedError for what cannot be started."""
-    from hybridsched.report import LiveView
+    from hybridsched.report.live import LiveView
     from hybridsched.runtime.prepare import prepare
     from hybridsched.slurm.launch_loop import run_local
 
@@ -88,10 +90,11 @@ def start(config: RunConfig, *, resume: bool, force: bool, quiet: bool) -> Outco
 
 def outcome_of(folder: Path, exit_code: int) -> Outcome:
     """Summary and report of a run that ended; a log that cannot be reported does not hide how the run ended."""
-    from hybridsched.report import summarize, write_html
+    from hybridsched.report.html import write_html
+    from hybridsched.report.summary import summarize
 
     try:
-        summary = dict(summarize(folder))
+        summary = summarize(folder)
         report = write_html(folder, folder / "report.html")
     except HybridschedError as error:
         typer.echo(f"no report: {error}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,20 +41,17 @@ def _controller(run: Path) -> str:
 
 def _attempt(run: Path) -> dict[str, Any]:
     """The newest start and the result it left; a start without one is going on, or was killed."""
-    numbers = [int(path.name) for path in run.glob("attempts/*") if path.name.isdigit()]
-    if not numbers:
+    from hybridsched.runtime.adapters.attempt import read_result
+
+    latest = run / "attempts" / "latest"
+    if not latest.exists():
         return {"attempt": None}
-    found: dict[str, Any] = {"attempt": max(numbers)}
-    try:
-        result = json.loads((run / "attempts" / str(max(numbers)) / "result.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    found: dict[str, Any] = {"attempt": latest.resolve().name, "logs": str(latest.resolve() / "logs")}
+    result = read_result(latest)
+    if result is None:
         return found | {"result": "none yet"}
-    except (OSError, ValueError) as error:
-        return found | {"result": f"result.json cannot be read: {error}"}
-    found["exit code"] = result.get("exit_code")
-    if "error" in result:
-        found["error"] = f"{result['error'].get('kind')}: {result['error'].get('text')}"
-    return found | {"summary": result.get("summary")}
+    what = f" {result.kind}: {result.text}" if result.kind else ""
+    return found | {"result": f"exit code {result.exit_code}{what}"}
 
 
 def _progress(run: Path) -> dict[str, Any]:

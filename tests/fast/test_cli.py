@@ -12,7 +12,7 @@ import pytest
 
 from hybridsched import __version__
 from hybridsched.cli import main as cli
-from hybridsched.cli.console import print_json, show
+from hybridsched.cli.console import print_json
 from hybridsched.config import load_config
 from hybridsched.errors import FaultError, InternalError, Interrupted, OwnershipLost, RequeueRequested, UserError
 
@@ -311,11 +311,6 @@ def test_a_folder_that_holds_no_run_is_one_message(hybridsched, tmp_path, argume
 
 
 # -- printing
-
-
-def test_values_as_people_read_them():
-    values = [None, True, 0.123456, {"a": 1, "b": None}, (1, 2), [], "text"]
-    assert ["-", "yes", "0.1235", "a 1, b -", "1, 2", "-", "text"] == [show(value) for value in values]
 
 
 def test_json_has_no_nan(capsys):
