@@ -9,9 +9,7 @@ from typing import Any, Protocol
 class EventSink(Protocol):
     """Takes events and metrics; never blocks for long, never raises into the caller's decision."""
 
-    def event(
-        self, kind: str, entity: str, *, old: str = "", new: str = "", reason: str = "", **detail: Any
-    ) -> None:
+    def event(self, kind: str, entity: str, *, old: str = "", new: str = "", reason: str = "", **detail: Any) -> None:
         """One transition, decision, drop, retry or fault.
 
         kind examples: run, worker, replica, lease, sample, segment, decision, switch, tenancy, sync, checkpoint,
