@@ -6,8 +6,8 @@ Owns: this process: signals, cores, MPI, building agent, spawner and reward pool
 and `exit-<rank>.json`. Rank 0 also carries the controller (`runtime.build.run_rank0`).
 
 Invariants: signal handlers only set a flag; the process dies with its parent and with the launcher of its host; it
-imports neither torch nor vllm; every way out is bounded and goes through ``os._exit``. An orderly end says goodbye to
-the other ranks before MPI_Finalize (`transport.mpi`); a rank that fails leaves at once, and the launcher ends the step.
+imports neither torch nor vllm; every way out is bounded. An orderly end says goodbye to the other ranks before
+MPI_Finalize (`transport.mpi`); a rank that fails leaves at once (``os._exit``), and the launcher ends the step.
 
 Does not: decide (controller), restart the step (launch loop), or read data, models and prompts.
 """
@@ -50,7 +50,7 @@ _SIGNALS: dict[signal.Signals, Literal["stop", "requeue"]] = {
     signal.SIGUSR2: "requeue",
 }
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_EXIT_S = 20.0  # between the end of the event loop's work and the end of the process
+_EXIT_S = 30.0  # between the end of the event loop's work and the end of the process
 _FORBIDDEN = ("torch", "vllm")  # would cost hundreds of megabytes per node, and a GPU context
 
 
@@ -65,6 +65,7 @@ class Agent:
         self.stop = stop
         self.resume = resume
         self.rank = 0
+        self.finalized = False  #: MPI wants to be left through sys.exit
         self.socket_dir = Path(tempfile.mkdtemp(prefix="hs-", dir=info.socket_dir or None))  # 0700
         self._lifeline: int | None = None
 
@@ -98,7 +99,8 @@ class Agent:
 
         config = load_config(self.run_folder / "config" / "resolved.yaml")
         plan = plan_of(config, derive(config))
-        return config, plan, open_world(plan.world_size)
+        bells = Path(self.info.socket_dir) if self.info.socket_dir else None
+        return config, plan, open_world(plan.world_size, bells=bells)
 
     def _redirect(self) -> None:
         """stderr, and of all ranks but 0 also stdout, into the agent's log; rank 0's stdout is read by the launcher."""
@@ -128,9 +130,10 @@ class Agent:
         write_exit(self.folder, ending)  # before MPI has a chance to hold or kill this process
         if await transport.leave(config.deadlines.stop_s * config.deadlines.scale + _GOODBYE_S):
             transport.finalize()
+            self.finalized = True
         else:
             print(f"rank {self.rank}: another rank did not leave; ending without MPI_Finalize", file=sys.stderr)
-        faulthandler.dump_traceback_later(_EXIT_S, exit=True)  # asyncio.run waits for threads, however long
+            faulthandler.dump_traceback_later(_EXIT_S, exit=True)  # asyncio.run waits for threads, however long
         return ending
 
     async def _run(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
@@ -230,14 +233,18 @@ def main(argv: list[str] | None = None) -> None:
     die_with(os.getppid())
     run_folder = arguments.run.resolve()
     folder = run_folder / "attempts" / str(arguments.attempt)
+    finalized = False
     try:
         agent = Agent(run_folder, folder, read_attempt(folder), stop, resume=arguments.resume)
         ending = agent.main()
+        finalized = agent.finalized
         write_exit(folder, ending)
     except (HybridschedError, OSError) as error:
         ending = ending_of(error, 0)
     if ending.text:
         print(f"rank {ending.rank}: {ending.kind}: {ending.text}\n{ending.traceback}", file=sys.stderr)
+    if finalized:
+        sys.exit(ending.exit_code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(ending.exit_code)

@@ -20,10 +20,8 @@ import json
 import os
 import secrets
 import shlex
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -35,7 +33,7 @@ from typing import Any, TextIO
 from hybridsched.config.schema import RunConfig
 from hybridsched.errors import FaultError, Interrupted
 from hybridsched.runtime.adapters.attempt import Ending, new_attempt, read_exits, read_result
-from hybridsched.runtime.adapters.lifeline import tag_of
+from hybridsched.runtime.adapters.lifeline import private_folder, tag_of
 from hybridsched.runtime.prepare import PreparedRun
 from hybridsched.slurm.local import AGENT_MODULE, LocalStep, StepCommand, mpiexec
 
@@ -47,6 +45,7 @@ Say = Callable[[str], None]
 _FAULT = FaultError.exit_code
 _RETRIED = (1, _FAULT)
 _LOOK_S = 0.25  # between two looks at signals and files
+_GRACE_S = 5.0  # between the death of an agent and the end of the step: MPI's own clean-up, or last words
 _SETTLE_S = 30.0  # more than deadlines.stop_s, between rank 0's result and the end of the step
 _TAIL_LINES = 10
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -113,6 +112,67 @@ def is_tried_again(code: int) -> bool:
     return code in _RETRIED or code < 0
 
 
+class StepWatch:
+    """Says when a running step has to be ended. Nothing here relies on what the MPI does about a dead rank."""
+
+    def __init__(
+        self, step: LocalStep, folder: Path, config: RunConfig, interruptions: Interruptions, say: Say
+    ) -> None:
+        self._step = step
+        self._folder = folder
+        self._config = config
+        self._interruptions = interruptions
+        self._say = say
+        self._since: dict[str, float] = {}  # when something was first seen
+
+    @property
+    def asked(self) -> bool:
+        """The user asked for the end."""
+        return "asked" in self._since
+
+    def why_end(self, now: float) -> str | None:
+        """The reason to end the step now, for people; None: let it run."""
+        return self._interrupted(now) or self._not_ending(now) or self._not_starting(now) or self._lost(now)
+
+    def _interrupted(self, now: float) -> str | None:
+        if not self._interruptions.count:
+            return None
+        if not self.asked:
+            self._since["asked"] = now
+            if not self._step.ask(signal.SIGTERM):
+                return "stopped before the run began"
+            self._say("stopping: the run writes a checkpoint and ends; Ctrl-C again to kill it")
+        if self._interruptions.count > 1:
+            return "killed"
+        bound = stop_bound_s(self._config)
+        return f"the orderly stop took more than {bound:.0f} s; killed" if self._for("asked", now) > bound else None
+
+    def _not_ending(self, now: float) -> str | None:
+        if "result" not in self._since and read_result(self._folder) is None:
+            return None
+        bound = self._config.deadlines.stop_s * self._config.deadlines.scale + _SETTLE_S
+        if self._for("result", now) <= bound:
+            return None
+        return f"the run ended, but its processes did not within {bound:.0f} s; killed"
+
+    def _not_starting(self, now: float) -> str | None:
+        bound = self._config.deadlines.start_s * self._config.deadlines.scale
+        waited = self._for("start", now)
+        if waited <= bound or not (missing := self._step.not_up()):
+            return None
+        return f"agents of ranks {missing} did not come up within {bound:.0f} s (deadlines.start_s); killed"
+
+    def _lost(self, now: float) -> str | None:
+        lost = self._step.lost()
+        if not lost or "result" in self._since or self._for("lost", now) <= _GRACE_S:
+            return None
+        return f"agents of ranks {lost} are gone and the rest did not end by itself; killed"
+
+    def _for(self, what: str, now: float) -> float:
+        """Seconds since this was first asked."""
+        return now - self._since.setdefault(what, now)
+
+
 def stop_bound_s(config: RunConfig) -> float:
     """How long an orderly stop may take: hybrids leave, a checkpoint is written, workers end."""
     d = config.deadlines
@@ -153,10 +213,9 @@ class _Loop:
         return outcome.code
 
     def _attempt(self, *, resume: bool) -> Outcome:
-        sockets = tempfile.mkdtemp(prefix="hs-")
-        try:
+        with private_folder() as sockets:
             folder, info = new_attempt(
-                self._run.folder.resolve(), self._run.run_id, self._launch, tag_of(os.getpid()), sockets
+                self._run.folder.resolve(), self._run.run_id, self._launch, tag_of(os.getpid()), str(sockets)
             )
             what = StepCommand(
                 run_folder=self._run.folder.resolve(),
@@ -171,49 +230,21 @@ class _Loop:
             with open(folder / "logs" / "launcher.log", "w", encoding="utf-8") as log:
                 print(f"$ {shlex.join(what.command())}", file=log, flush=True)
                 return self._watch(what, log)
-        finally:
-            shutil.rmtree(sockets, ignore_errors=True)
 
     def _watch(self, what: StepCommand, log: TextIO) -> Outcome:
         step = LocalStep(what, lambda line: self._line(line, log))
+        watch = StepWatch(step, what.attempt_folder, self._run.config, self._interruptions, self._say)
         try:
-            stop = self._until_end(step, what.attempt_folder)
+            while step.returncode is None:
+                step.pump(_LOOK_S)
+                if (reason := watch.why_end(time.monotonic())) is not None:
+                    self._say(reason)
+                    break
         finally:
             code = step.returncode
             left = step.end()
             print(f"mpiexec ended with {code}; left over: {left}", file=log, flush=True)
-        return Outcome(judge(what.attempt_folder, code, stopped=stop), what.attempt_folder, tuple(left))
-
-    def _until_end(self, step: LocalStep, folder: Path) -> bool:
-        """Until mpiexec ended or was killed; True when the user asked for the end."""
-        asked_at: float | None = None
-        result_at: float | None = None
-        settle_s = self._run.config.deadlines.stop_s * self._run.config.deadlines.scale + _SETTLE_S
-        while step.returncode is None:
-            step.pump(_LOOK_S)
-            now = time.monotonic()
-            if self._interruptions.count and asked_at is None:
-                asked_at = now
-                if not step.ask(signal.SIGTERM):
-                    self._say("stopped before the run began")
-                    step.kill()
-                    break
-                self._say("stopping: the run writes a checkpoint and ends; Ctrl-C again to kill it")
-            if self._interruptions.count > 1:
-                self._say("killed")
-                step.kill()
-                break
-            if asked_at is not None and now - asked_at > stop_bound_s(self._run.config):
-                self._say(f"the orderly stop took more than {now - asked_at:.0f} s; killed")
-                step.kill()
-                break
-            if result_at is None and read_result(folder) is not None:
-                result_at = now
-            if result_at is not None and now - result_at > settle_s:
-                self._say(f"the run ended, but its processes did not within {settle_s:.0f} s; killed")
-                step.kill()
-                break
-        return asked_at is not None
+        return Outcome(judge(what.attempt_folder, code, stopped=watch.asked), what.attempt_folder, tuple(left))
 
     def _line(self, line: str, log: TextIO) -> None:
         if not line.startswith(STATUS_PREFIX):

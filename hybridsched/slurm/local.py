@@ -19,8 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridsched.errors import FaultError, UserError
-from hybridsched.runtime.adapters.attempt import read_agent
-from hybridsched.runtime.adapters.lifeline import LAUNCH_VARIABLE, RUN_ID_VARIABLE, send_signal, sweep, without_launcher
+from hybridsched.runtime.adapters.attempt import read_agent, read_exits
+from hybridsched.runtime.adapters.lifeline import (
+    LAUNCH_VARIABLE,
+    RUN_ID_VARIABLE,
+    is_alive,
+    send_signal,
+    sweep,
+    without_launcher,
+)
 
 AGENT_MODULE = "hybridsched.runtime.agent_main"
 SWEEP_S = 10.0  #: within which killed processes are gone
@@ -78,6 +85,7 @@ class LocalStep:
         self._what = what
         self._on_line = on_line
         self._rest = b""
+        self._agents: dict[int, str] = {}  # rank -> its process
         guard = [sys.executable, "-m", _LIFELINE_MODULE, str(os.getpid())]
         try:
             self._process = subprocess.Popen(
@@ -113,6 +121,22 @@ class LocalStep:
         """Signal rank 0's agent; False when there is none (yet, or any more)."""
         tag = read_agent(self._what.attempt_folder, 0)
         return tag is not None and send_signal(tag, number)
+
+    def not_up(self) -> list[int]:
+        """Ranks whose agent has not said so far who it is."""
+        for rank in range(self._what.ranks):
+            if rank not in self._agents and (tag := read_agent(self._what.attempt_folder, rank)) is not None:
+                self._agents[rank] = tag
+        return [rank for rank in range(self._what.ranks) if rank not in self._agents]
+
+    def lost(self) -> list[int]:
+        """Ranks whose agent is gone without having ended in order."""
+        self.not_up()
+        gone = [rank for rank, tag in self._agents.items() if not is_alive(tag)]
+        if not gone:
+            return []
+        in_order = {ending.rank for ending in read_exits(self._what.attempt_folder) if ending.exit_code == 0}
+        return sorted(set(gone) - in_order)
 
     def kill(self) -> None:
         """SIGKILL to mpiexec and its session; `end` takes care of the rest."""

@@ -14,10 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import shutil
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 RUN_ID_VARIABLE = "HYBRIDSCHED_RUN_ID"  #: mark of every process of a run
@@ -26,6 +30,7 @@ LAUNCH_VARIABLE = "HYBRIDSCHED_LAUNCH"  #: mark of every process of one call of 
 _PR_SET_PDEATHSIG = 1
 _LAUNCHER_PREFIXES = ("PMI", "OMPI", "MPI", "PRTE", "SLURM", "HYDRA", "I_MPI")
 _SWEEP_PAUSE_S = 0.05
+_FOLDER = re.compile(r"hs-(\d+)\.(\d+)-.+")  # hs-PID.START-random
 
 
 def die_with(parent: int) -> None:
@@ -55,6 +60,12 @@ def tag_of(pid: int) -> str:
     if ticks is None:
         raise ProcessLookupError(f"process {pid} is gone")
     return f"{pid}:{ticks}"
+
+
+def is_alive(tag: str) -> bool:
+    """Whether the process named by `tag_of` is there and no zombie."""
+    pid, _, ticks = tag.partition(":")
+    return start_ticks(int(pid)) == int(ticks)
 
 
 def open_tag(tag: str) -> int | None:
@@ -128,6 +139,25 @@ def sweep(marks: Mapping[str, str], deadline_s: float) -> tuple[int, list[int]]:
             killed.add(pid)
         time.sleep(_SWEEP_PAUSE_S)
     return len(killed), []
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder for sockets (0700, short path) that lives as long as the block.
+
+    Its name says which process made it, so that what a killed one left behind is removed by the next.
+    """
+    top = Path(tempfile.gettempdir())
+    for entry in os.scandir(top):
+        found = _FOLDER.fullmatch(entry.name)
+        if found is None or start_ticks(int(found[1])) == int(found[2]):
+            continue
+        shutil.rmtree(entry.path, ignore_errors=True)  # another user's cannot be removed, and stays
+    folder = Path(tempfile.mkdtemp(prefix=f"hs-{os.getpid()}.{start_ticks(os.getpid())}-", dir=top))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: list[str]) -> None:
