@@ -70,7 +70,8 @@ async def run_rank0(
     endpoint.on_error = lambda error, where: log.event(
         "fault", "controller", new=type(error).__name__, reason=f"{where}: {error}"
     )
-    agent.attach_controller(endpoint.deliver)
+    early: list[m.Envelope] = []  # agents and workers may be up before the data is read
+    agent.attach_controller(early.append)
     serving = asyncio.ensure_future(agent.run())
     flushing = asyncio.ensure_future(_flush_forever(log, config.runlog.flush_s))
     error: BaseException | None = None
@@ -78,6 +79,9 @@ async def run_rank0(
     try:
         services = await asyncio.to_thread(_services, config, plan, context, endpoint, clock, log, stop, fence.check)
         controller = Controller(Parts(services))
+        for envelope in early:
+            endpoint.deliver(envelope)
+        agent.attach_controller(endpoint.deliver)
         resume_from = _newest_checkpoint(services) if resume else None
         endpoint.on_error = lambda problem, where: controller.fail(problem, where)
         summary = await _either(controller.run(resume_from), serving)
