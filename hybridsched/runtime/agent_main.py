@@ -10,6 +10,9 @@ imports neither torch nor vllm; every way out is bounded. An orderly end says go
 MPI_Finalize (`transport.mpi`); a rank that fails leaves at once (``os._exit``), and the launcher ends the step.
 
 Does not: decide (controller), restart the step (launch loop), or read data, models and prompts.
+
+HYBRIDSCHED_TEST_RANK0=module:function replaces ``runtime.build.run_rank0`` (a seam for tests of agents that need no
+controller); it takes the same arguments.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import faulthandler
+import importlib
 import itertools
 import os
 import shutil
@@ -25,7 +29,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from hybridsched.runtime.plan import RunPlan
     from hybridsched.runtime.transport.mpi import MpiTransport
 
+TEST_RANK0_VARIABLE = "HYBRIDSCHED_TEST_RANK0"
 BEAT_S = 0.5  #: between two beats of an agent
 
 _GOODBYE_S = 15.0  # more than deadlines.stop_s, for the other agents to end their workers
@@ -167,9 +172,7 @@ class Agent:
 
     async def _to_the_end(self, agent: NodeAgent, config: RunConfig, plan: RunPlan, context: RunContext) -> Ending:
         if self.rank == 0:
-            from hybridsched.runtime.build import run_rank0
-
-            code = await run_rank0(agent, config, plan, context, self.stop, resume=self.resume)
+            code = await _rank0()(agent, config, plan, context, self.stop, resume=self.resume)
             return Ending(code, rank=0)  # its reason is in result.json
         await agent.run()
         return Ending(0, rank=self.rank)
@@ -178,6 +181,17 @@ class Agent:
         """The launcher of this host is dead: nobody reads our results or would start us again."""
         shutil.rmtree(self.socket_dir, ignore_errors=True)
         os._exit(FaultError.exit_code)  # workers and reward processes follow by their parent-death signal
+
+
+def _rank0() -> Callable[..., Awaitable[int]]:
+    """`runtime.build.run_rank0`, or its stand-in."""
+    if (seam := os.environ.get(TEST_RANK0_VARIABLE)) is not None:
+        module, _, function = seam.partition(":")
+        stand_in: Callable[..., Awaitable[int]] = getattr(importlib.import_module(module), function)
+        return stand_in
+    from hybridsched.runtime.build import run_rank0
+
+    return run_rank0
 
 
 def agent_settings(config: RunConfig) -> AgentSettings:

@@ -301,8 +301,11 @@ def judge(folder: Path, launcher_code: int | None, *, stopped: bool) -> Ending:
         return next((ending for ending in errors if not is_tried_again(ending.exit_code)), errors[0])
     if stopped:
         return _interrupted("killed before the run could end in order; what was durable is kept")
-    text = f"the step ended without a result ({_launcher_end(launcher_code)}): an agent was killed, or never started"
-    return Ending(_FAULT, "FaultError", "\n".join([text, *_tail(folder / "logs" / "launcher.log")]))
+    text = f"the step ended without a result ({_launcher_end(launcher_code)})"
+    if any(folder.glob("agent-*.json")):
+        return Ending(_FAULT, "FaultError", f"{text}: a node agent or the launcher of the step was killed")
+    lines = [f"{text}: no agent came up", *_tail(folder / "logs" / "launcher.log")]
+    return Ending(_FAULT, "FaultError", "\n".join(lines))
 
 
 def _interrupted(text: str) -> Ending:
@@ -324,7 +327,7 @@ def _told(ending: Ending) -> str:
 
 def _tail(path: Path) -> list[str]:
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]  # without the command
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[1:-1]  # without our own
     except OSError:
         return []
     return [f"    {line}" for line in lines[-_TAIL_LINES:]]

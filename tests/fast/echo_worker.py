@@ -32,12 +32,12 @@ class EchoWorker:
         while True:
             await asyncio.sleep(0.02)
             self.beats += 1
-            self.endpoint.tell("agent.0", m.Beat("idle", self.beats))
+            self.endpoint.tell(self.context.agent, m.Beat("idle", self.beats))
 
     async def drain(self, deadline_s: float) -> None:
         """The last words of an orderly end."""
         await asyncio.sleep(0.05)
-        self.endpoint.tell("agent.0", m.Flush(f"drained within {deadline_s:g}"))
+        self.endpoint.tell(self.context.agent, m.Beat(f"drained within {deadline_s:g}", self.beats))
 
     async def obey(self, order: m.Flush, src: str) -> m.Rendezvous:
         """One order."""
@@ -93,3 +93,8 @@ def build(spec: Any, _config: str, context: Any, endpoint: Endpoint, _clock: Any
     if spec.kind == "trainer":
         raise RuntimeError("this worker cannot be built")
     return (BrokenDrain if spec.kind == "hybrid" else EchoWorker)(spec, context, endpoint, offload)
+
+
+def build_any(spec: Any, _config: str, context: Any, endpoint: Endpoint, _clock: Any, offload: Any) -> EchoWorker:
+    """The same for every kind of worker."""
+    return EchoWorker(spec, context, endpoint, offload)

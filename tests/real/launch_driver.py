@@ -1,4 +1,5 @@
-"""Calls the launch loop in a process of its own, so that it can be interrupted and killed: launch_driver.py FOLDER.
+"""Calls the launch loop in a process of its own, so that it can be interrupted and killed: launch_driver.py
+FOLDER AGENT_MODULE [KEY=VALUE ...].
 
 Prints one JSON line per message and one at the end.
 """
@@ -31,12 +32,14 @@ def tell(**line: Any) -> None:
 
 if __name__ == "__main__":
     launch_loop._SETTLE_S = launch_loop._GRACE_S = 1.0
-    prepared = prepare(load_config(None, [*EMULATED, f"trainer.default_local_dir={sys.argv[1]}"]), resume=False)
+    prepared = prepare(
+        load_config(None, [*EMULATED, *sys.argv[3:], f"trainer.default_local_dir={sys.argv[1]}"]), resume=False
+    )
     tell(run_id=prepared.run_id)
     code = launch_loop.run_local(
         prepared,
         on_status=lambda status: tell(status=status),
         say=lambda message: tell(said=message),
-        agent_module="fake_agent",
+        agent_module=sys.argv[2],
     )
     tell(code=code)

@@ -27,7 +27,7 @@ class Launch:
     def __init__(self, folder: Path, part: str) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "launch_driver.py"), str(folder)],
+            [sys.executable, str(HERE / "launch_driver.py"), str(folder), "fake_agent"],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "FAKE_AGENT": part, "PYTHONPATH": str(HERE)},
