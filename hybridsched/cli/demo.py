@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from hybridsched.cli.run import Overrides
-
-if TYPE_CHECKING:
-    from hybridsched.demo.inputs import DemoInputs
 
 MIN_RISE = 0.15
 
@@ -31,19 +28,19 @@ def demo(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No live view.")] = False,
 ) -> None:
     """Train a 0.1M-parameter model with fully-async RL and lending, in a few minutes on two cores."""
-    from hybridsched.cli.start import start
+    from hybridsched.cli.start import require_available, start
     from hybridsched.cli.templates import template_text
     from hybridsched.config import load_config
     from hybridsched.demo import inputs as demo_inputs
 
     begun = time.monotonic()
-    made = _make_inputs(folder, seed)
-    run_yaml = demo_inputs.write_run_yaml(
-        folder, template_text("demo.yaml"), made, demo_inputs.run_folder(folder, keep=keep)
-    )
+    paths, run_folder = demo_inputs.input_paths(folder, seed), demo_inputs.run_folder(folder, keep=keep)
+    run_yaml = demo_inputs.write_run_yaml(folder, template_text("demo.yaml"), paths, run_folder)
     changes = demo_inputs.overrides(cycles=cycles, seed=seed, static=static, engine=engine, trainer=trainer)
     config = load_config(run_yaml, [*changes, *(overrides or [])])
     typer.echo(f"hybridsched run {run_yaml} {' '.join([*changes, *(overrides or [])])}")
+    require_available(config)  # before a model is trained for nothing
+    _make_inputs(folder, seed)
     ready = time.monotonic()
     outcome = start(config, resume=False, force=not keep, quiet=quiet)
     outcome.print()
@@ -53,7 +50,7 @@ def demo(
     demo_inputs.require_rise(outcome.summary, min_rise)
 
 
-def _make_inputs(folder: Path, seed: int) -> DemoInputs:
+def _make_inputs(folder: Path, seed: int) -> None:
     """Model and data, with a progress bar when the model has to be made (a quarter of a minute)."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -63,7 +60,7 @@ def _make_inputs(folder: Path, seed: int) -> DemoInputs:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("loss {task.fields[loss]:.2f}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task("warm start of the model", visible=False, loss=0.0)
-        return make_inputs(
+        make_inputs(
             folder,
             seed,
             progress=lambda done, total, loss: bar.update(task, completed=done, total=total, loss=loss, visible=True),

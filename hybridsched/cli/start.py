@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 def print_dry_run(config: RunConfig, *, with_files: bool) -> None:
     """Print derived values, plan and notes. Raises ConfigError or DataError when the run could not be started here."""
-    from hybridsched.config import check_cores, check_paths, derive, format_derived, not_available, notes
+    from hybridsched.config import check_paths, derive, format_derived, notes
     from hybridsched.runtime.policy_loader import load_policy
-    from hybridsched.runtime.prepare import check_everything, usable_cores
+    from hybridsched.runtime.prepare import check_everything
 
-    problems = [*not_available(config), *check_cores(config, len(usable_cores(config)))]
+    problems = _not_here(config)
     derived = derive(config)
     if with_files and not problems:
         config, derived = check_everything(config)
@@ -36,11 +36,27 @@ def print_dry_run(config: RunConfig, *, with_files: bool) -> None:
     typer.echo(format_derived(config, derived))
     for note in notes(config):
         typer.echo(f"note: {note}")
-    if problems:
-        raise ConfigError("this run cannot be started here:\n- " + "\n- ".join(problems))
+    _refuse(problems)
     _print_plan(config, derived)
     checked = "files checked" if with_files else "files not looked at (--check-paths)"
     typer.echo(f"dry run: nothing started; configuration checked, {checked}")
+
+
+def require_available(config: RunConfig) -> None:
+    """Raise ConfigError when this release, or this machine, cannot run what is asked for. Looks at no file."""
+    _refuse(_not_here(config))
+
+
+def _not_here(config: RunConfig) -> list[str]:
+    from hybridsched.config import check_cores, not_available
+    from hybridsched.runtime.prepare import usable_cores
+
+    return [*not_available(config), *check_cores(config, len(usable_cores(config)))]
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError("this run cannot be started here:\n- " + "\n- ".join(problems))
 
 
 def _print_plan(config: RunConfig, derived: Derived) -> None:

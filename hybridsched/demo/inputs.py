@@ -38,6 +38,14 @@ class DemoInputs:
     val: Path
 
 
+def input_paths(folder: Path, seed: int, *, steps: int = WARM_START_STEPS) -> DemoInputs:
+    """Where `make_inputs` puts things."""
+    inputs = folder.absolute() / "inputs"
+    suffix = f"seed{seed}" + ("" if steps == WARM_START_STEPS else f"-steps{steps}")
+    data = inputs / f"data-seed{seed}"
+    return DemoInputs(inputs / f"model-{suffix}", data / "train.parquet", data / "val.parquet")
+
+
 def make_inputs(
     folder: Path, seed: int, *, steps: int = WARM_START_STEPS, progress: Progress | None = None
 ) -> DemoInputs:
@@ -45,9 +53,7 @@ def make_inputs(
 
     Raises DataError when the folder cannot be written.
     """
-    inputs = folder.absolute() / "inputs"
-    suffix = f"seed{seed}" + ("" if steps == WARM_START_STEPS else f"-steps{steps}")
-    model, data = inputs / f"model-{suffix}", inputs / f"data-seed{seed}"
+    paths = input_paths(folder, seed, steps=steps)
 
     def build_model(where: Path) -> None:
         from hybridsched.demo.warm_start import make_demo_model
@@ -59,9 +65,9 @@ def make_inputs(
 
         make_data(where, n_train=N_TRAIN, n_val=N_VAL, seed=seed)
 
-    _once(data, build_data)
-    _once(model, build_model)
-    return DemoInputs(model, data / "train.parquet", data / "val.parquet")
+    _once(paths.train.parent, build_data)
+    _once(paths.model, build_model)
+    return paths
 
 
 def _once(target: Path, build: Callable[[Path], None]) -> None:
@@ -100,6 +106,7 @@ def write_run_yaml(folder: Path, template: str, inputs: DemoInputs, run: Path) -
     text = Template(template).substitute({name: json.dumps(str(path))[1:-1] for name, path in paths.items()})
     target = folder.absolute() / "run.yaml"
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DataError(f"{target} cannot be written: {error.strerror}; choose another --folder") from error

@@ -28,7 +28,8 @@ from hybridsched.runtime.adapters.chains import file_chains
 from hybridsched.runtime.adapters.checkpoints import FileCheckpointStore
 from hybridsched.runtime.clock import RealClock
 from hybridsched.runtime.context import RunContext
-from hybridsched.runtime.controller import Controller, RunSummary
+from hybridsched.runtime.controller import Controller
+from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.runtime.endpoint import Endpoint
 from hybridsched.runtime.node_agent import NodeAgent
 from hybridsched.runtime.parts import Parts
@@ -100,13 +101,14 @@ async def run_rank0(
     return code
 
 
-async def _either(running: Any, serving: asyncio.Future[None]) -> RunSummary:
+async def _either(running: Any, serving: asyncio.Future[Any]) -> RunSummary:
     """The controller's result; an agent that ends first ends the run."""
-    main: asyncio.Task[RunSummary] = asyncio.ensure_future(running)
+    main: asyncio.Future[Any] = asyncio.ensure_future(running)
     try:
         await asyncio.wait([main, serving], return_when=asyncio.FIRST_COMPLETED)
         if main.done():
-            return main.result()
+            summary: RunSummary = main.result()
+            return summary
         failure = serving.exception() if not serving.cancelled() else None
         raise failure or FaultError("the node agent of rank 0 ended before the run")
     finally:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 
 from hybridsched.errors import FaultError, Interrupted, RequeueRequested, RunStalled
 from hybridsched.model import SegmentId, Verdict, WeightVersion
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.collector import Collector, CutShort, Hooks
-from hybridsched.runtime.cycle_record import CollectionRecord, CycleRecord, Static, metrics
+from hybridsched.runtime.cycle_record import CollectionRecord, CycleRecord, RunSummary, Static, metrics
 from hybridsched.runtime.lending import Lending
 from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.recovery import Recovery
@@ -28,20 +27,6 @@ from hybridsched.scheduling.cycle import (
 
 #: How many finished samples the stall check looks back on.
 STALL_WINDOW = 200
-
-
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """How a run ended."""
-
-    version: WeightVersion
-    cycles: int
-    trained: int
-    activations: int
-    deactivations: int
-    skipped_syncs: int
-    wall_clock_s: float
-    reason: str
 
 
 class Controller:
@@ -71,9 +56,8 @@ class Controller:
             staleness_threshold=self._config.async_training.staleness_threshold,
             max_concurrent_samples=self._d.concurrency_with_hybrids,
         )
-        endpoint = self._s.endpoint
-        endpoint.on(m.SampleCompleted, self._on_completed)
-        endpoint.on(m.SegmentSealed, self._on_sealed)
+        self._s.endpoint.on(m.SampleCompleted, self._on_completed)
+        self._s.endpoint.on(m.SegmentSealed, self._on_sealed)
 
     async def run(self, resume_from: str | None = None) -> RunSummary:
         """From start-up to the last checkpoint. Raises what ended the run otherwise."""

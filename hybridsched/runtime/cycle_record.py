@@ -73,6 +73,20 @@ class Static:
     max_concurrent_samples: int
 
 
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended."""
+
+    version: WeightVersion
+    cycles: int
+    trained: int
+    activations: int
+    deactivations: int
+    skipped_syncs: int
+    wall_clock_s: float
+    reason: str
+
+
 def metrics(cycle: CycleRecord, static: Static, gauges: Mapping[str, float]) -> dict[str, float]:
     """All metrics of a cycle. ``gauges``: snapshots the controller adds as they are."""
     span = max(cycle.ended - cycle.began, 0.0)

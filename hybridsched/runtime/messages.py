@@ -15,24 +15,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from hybridsched.model import Response, SampleRow, SamplingParams, SegmentId, TensorSpec, WeightVersion
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, tag_field="t", omit_defaults=True):
-    """Base of all messages."""
-
-
-class Ok(Message, frozen=True):
-    """Empty reply."""
-
-
-class Failure(Message, frozen=True):
-    """Reply of a call whose handler raised."""
-
-    kind: str  #: exception class name
-    text: str
-    data: dict[str, Any] = {}
-
+from hybridsched.model import Response, SampleRow, SamplingParams, SegmentId, WeightVersion
+from hybridsched.runtime.message_base import Failure as Failure
+from hybridsched.runtime.message_base import Message as Message
+from hybridsched.runtime.message_base import Ok as Ok
+from hybridsched.runtime.messages_sync import AbortSync as AbortSync
+from hybridsched.runtime.messages_sync import OpenSync as OpenSync
+from hybridsched.runtime.messages_sync import Probe as Probe
+from hybridsched.runtime.messages_sync import ProbeResult as ProbeResult
+from hybridsched.runtime.messages_sync import ReadHandover as ReadHandover
+from hybridsched.runtime.messages_sync import ReceiveWeights as ReceiveWeights
+from hybridsched.runtime.messages_sync import SendWeights as SendWeights
+from hybridsched.runtime.messages_sync import SyncAddress as SyncAddress
+from hybridsched.runtime.messages_sync import SyncDone as SyncDone
+from hybridsched.runtime.messages_sync import WriteHandover as WriteHandover
 
 # --- supervision -------------------------------------------------------------------------------------------------
 
@@ -228,89 +224,6 @@ class MemoryReport(Message, frozen=True):
     kv_bytes: int
     rss_bytes: int
     freed_bytes: int = 0
-
-
-# --- weight sync -------------------------------------------------------------------------------------------------
-
-
-class OpenSync(Message, frozen=True):
-    """To trainer.0: make (or keep) the broadcast group of these members; replied with where to meet."""
-
-    attempt: int
-    members: list[str]
-    fresh: bool
-
-
-class SyncAddress(Message, frozen=True):
-    """Where receivers meet the sender; ``secret`` is part of every key. ``specs``: what will be sent."""
-
-    address: str
-    secret: str
-    specs: list[TensorSpec]
-
-
-class SendWeights(Message, frozen=True):
-    """To trainer.0."""
-
-    attempt: int
-    version: WeightVersion
-    members: list[str]
-
-
-class ReceiveWeights(Message, frozen=True):
-    """To a replica. rank 0 is the sender."""
-
-    attempt: int
-    version: WeightVersion
-    members: list[str]
-    rank: int
-    address: SyncAddress
-    keep_kv: bool
-
-
-class AbortSync(Message, frozen=True):
-    """Break a running transfer; survivors repeat the whole sync."""
-
-    attempt: int
-    reason: str
-
-
-class WriteHandover(Message, frozen=True):
-    """To the first trainer of a node: publish the weights for the hybrids of this node."""
-
-    version: WeightVersion
-    name: str
-    readers: list[str]
-
-
-class ReadHandover(Message, frozen=True):
-    """To a hybrid: take the weights its node's trainer published."""
-
-    version: WeightVersion
-    name: str
-    specs: list[TensorSpec]
-
-
-class SyncDone(Message, frozen=True):
-    """A transfer ended well."""
-
-    seconds: float
-    n_bytes: int
-    phases: dict[str, float] = {}
-    checksum: str = ""
-
-
-class Probe(Message, frozen=True):
-    """Teacher-force these (prompt, response) pairs; truth test."""
-
-    sequences: list[tuple[np.ndarray, np.ndarray]]
-    temperature: float
-
-
-class ProbeResult(Message, frozen=True):
-    """float32 log-probs per sequence."""
-
-    logprobs: list[np.ndarray]
 
 
 # --- trainer -----------------------------------------------------------------------------------------------------

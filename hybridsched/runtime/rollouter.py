@@ -127,7 +127,7 @@ class Rollouter:
 
     def leases_to_move(self, *, everything: bool) -> dict[str, list[int]]:
         """Running training leases to abort so that the load becomes even: replica -> leases."""
-        running = {f.token: f for f in self._flights.values() if f.purpose is Purpose.TRAIN and not f.parked}
+        running = {f.token: f for f in self.flights() if f.purpose is Purpose.TRAIN and not f.parked}
         chosen = list(running) if everything else [move.lease for move in self.balancer.moves_to_even()]
         out: dict[str, list[int]] = {}
         for token in chosen:
@@ -267,14 +267,12 @@ class Rollouter:
         self._changed.notify()
 
     def _on_lost(self, lost: m.LeaseLost, _src: str) -> None:
-        flight = self._flights.get(lost.new_lease)
-        if flight is not None:
+        if (flight := self._flights.get(lost.new_lease)) is not None:
             self._start_again(flight, "its partial responses are gone")
             self.pump()
 
     def _on_failed(self, failed: m.LeaseFailed, src: str) -> None:
-        flight = self._flights.get(failed.lease)
-        if flight is not None:
+        if (flight := self._flights.get(failed.lease)) is not None:
             self._log.event("fault", src, new="lease failed", reason=failed.reason, uid=flight.uid)
             self._start_again(flight, failed.reason)
             self.pump()
@@ -329,8 +327,7 @@ class Rollouter:
             self._forget(flight)
             self._window_completed(flight.uid)
             self._endpoint.tell(flight.replica, m.DropParked([lease]))
-        hit = [entry for entry in self._again if entry[0] in wanted]
-        for entry in hit:
+        for entry in [again for again in self._again if again[0] in wanted]:
             self._again.remove(entry)
             self._window_completed(entry[0])
 

@@ -20,7 +20,8 @@ from hybridsched.model import Prompt
 from hybridsched.runtime import messages as m
 from hybridsched.runtime import wire
 from hybridsched.runtime.checkpoints import LogPosition
-from hybridsched.runtime.controller import Controller, RunSummary
+from hybridsched.runtime.controller import Controller
+from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.runtime.endpoint import Endpoint
 from hybridsched.runtime.node_agent import AgentSettings, NodeAgent
 from hybridsched.runtime.parts import Parts

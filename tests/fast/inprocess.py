@@ -19,7 +19,7 @@ from hybridsched.runtime import messages as m
 from hybridsched.runtime.adapters.chains import file_chains
 from hybridsched.runtime.adapters.checkpoints import FileCheckpointStore
 from hybridsched.runtime.clock import RealClock
-from hybridsched.runtime.controller import RunSummary
+from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.runtime.endpoint import Endpoint
 from hybridsched.runtime.plan import WorkerSpec
 from hybridsched.runtime.services import Services

@@ -16,7 +16,7 @@ from sim_tools import config, verdicts
 
 from hybridsched.errors import WorkerDied
 from hybridsched.model import Tenant
-from hybridsched.runtime.controller import RunSummary
+from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.scheduling.lifecycle import ReplicaState
 from hybridsched.simulation.clock import run_virtual
 from hybridsched.simulation.world import SimulatedRun

@@ -1,7 +1,5 @@
 """Cross-checks: each impossible combination is refused with its keys and cure, each sensible neighbour is not."""
 
-# ruff: noqa: SIM300 - the house writes expected == actual
-
 from __future__ import annotations
 
 import json

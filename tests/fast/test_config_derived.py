@@ -1,7 +1,5 @@
 """Derived values by hand-worked numbers, and the tables people read."""
 
-# ruff: noqa: SIM300 - the house writes expected == actual
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,7 +1,5 @@
 """run.yaml -> RunConfig: dialect, layers, messages with file, line, key and cure, and the way back to YAML."""
 
-# ruff: noqa: SIM300 - the house writes expected == actual
-
 from __future__ import annotations
 
 import os

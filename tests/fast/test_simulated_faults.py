@@ -10,7 +10,7 @@ import pytest
 from sim_tools import config, events, verdicts
 
 from hybridsched.errors import DeadlineExceeded, FaultError, Interrupted, RequeueRequested
-from hybridsched.runtime.controller import RunSummary
+from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.simulation.clock import run_virtual
 from hybridsched.simulation.world import SimulatedRun
 

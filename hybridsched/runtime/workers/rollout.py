@@ -17,25 +17,14 @@ from typing import Any, Protocol
 from msgspec.structs import replace as m_replace
 
 from hybridsched.engines.base import GenerationEngine, GroupRequest
-from hybridsched.errors import NoSpace
 from hybridsched.model import Response, Sample, Verdict
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
 from hybridsched.runtime.plan import CONTROLLER
-from hybridsched.sample_queue.base import SegmentInfo
+from hybridsched.runtime.workers.sealing import Sealer, Writer
 
 Scorer = Callable[[m.Lease, Sequence[Response]], Awaitable[list[tuple[float | None, str | None]]]]
-
-
-class Writer(Protocol):
-    """What the worker needs of a segment writer (sample_queue.writer.SegmentWriter)."""
-
-    def add(self, sample: Sample) -> object: ...
-    def due(self, now: float) -> str | None: ...
-    def seal(self, reason: str) -> SegmentInfo: ...
-    @property
-    def pending(self) -> int: ...
 
 
 class WeightReceiver(Protocol):
@@ -92,7 +81,7 @@ class RolloutWorker:
         self.name = name
         self._endpoint = endpoint
         self._engine = engine
-        self._writer = writer
+        self._sealer = Sealer(endpoint, writer, clock, offload, settings.seal_age_s, settings.space_retry_s)
         self._score = score
         self._receiver = receiver
         self._clock = clock
@@ -103,9 +92,6 @@ class RolloutWorker:
         self._runs: dict[int, _Run] = {}
         self._parked: dict[int, m.Lease] = {}
         self._told_unfinished: dict[int, int] = {}
-        self._seal_lock = asyncio.Lock()
-        self._seal_wanted = asyncio.Event()
-        self._blocked = False
         self.started = False  #: the engine is up
         handlers: tuple[tuple[type, Any], ...] = (
             (m.StartEngine, self._start),
@@ -130,15 +116,14 @@ class RolloutWorker:
         """Beat and seal by age until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat_forever(), name=f"{self.name} beats")
-            group.create_task(self._seal_forever(), name=f"{self.name} seals")
+            group.create_task(self._sealer.run(), name=f"{self.name} seals")
 
     async def drain(self, deadline_s: float) -> None:
         """Orderly end: abort what runs, seal what is finished, free the engine."""
         async with asyncio.timeout(deadline_s):
             if self.started:
                 await self._engine.abort(None)
-            if self._writer.pending:
-                await self._seal("drain")
+            await self._sealer.seal("drain")
             await self._engine.shutdown()
 
     # --- leases ---------------------------------------------------------------------------------------------------
@@ -259,7 +244,7 @@ class RolloutWorker:
         return "", ""
 
     def _store(self, lease: m.Lease, responses: tuple[Response, ...]) -> None:
-        self._writer.add(
+        self._sealer.add(
             Sample(
                 sample_uid=lease.sample_uid,
                 prompt_uid=lease.prompt_uid,
@@ -272,7 +257,6 @@ class RolloutWorker:
                 issue=lease.issue,
             )
         )
-        self._seal_wanted.set()
 
     # --- aborting and moving --------------------------------------------------------------------------------------
 
@@ -347,8 +331,7 @@ class RolloutWorker:
     async def _sleep(self, _order: m.SleepEngine, _src: str) -> m.MemoryReport:
         self._phase = "switch"
         before = self._rss()
-        if self._writer.pending:
-            await self._seal("before sleep")
+        await self._sealer.seal("before sleep")
         await self._engine.sleep()
         self._phase = "asleep"
         report = self._memory()
@@ -380,44 +363,7 @@ class RolloutWorker:
     # --- segments -------------------------------------------------------------------------------------------------
 
     async def _flush(self, order: m.Flush, _src: str) -> None:
-        if self._writer.pending:
-            await self._seal(order.reason)
-
-    async def _seal(self, reason: str) -> None:
-        """Seal what is pending; while the disk is full keep it and try again for as long as it takes.
-
-        Bounded by its callers' deadlines and by the run itself: losing finished samples is not an option.
-        """
-        async with self._seal_lock:
-            while self._writer.pending:
-                try:
-                    info = await self._offload(self._writer.seal, reason)
-                except NoSpace as full:
-                    self._blocked = True
-                    self._endpoint.tell(CONTROLLER, m.SpaceReport(True, str(full), self._writer.pending))
-                    await asyncio.sleep(self._settings.space_retry_s)
-                    continue
-                if self._blocked:
-                    self._blocked = False
-                    self._endpoint.tell(CONTROLLER, m.SpaceReport(False, "space again", 0))
-                assert isinstance(info, SegmentInfo)
-                self._endpoint.tell(CONTROLLER, m.SegmentSealed(info.segment, info.rows, info.n_bytes, reason))
-
-    async def _seal_forever(self) -> None:
-        while True:
-            await self._seal_wanted.wait()
-            self._seal_wanted.clear()
-            while self._writer.pending:
-                reason = self._writer.due(self._clock.now())
-                if reason is not None:
-                    await self._seal(reason)
-                    continue
-                try:
-                    async with asyncio.timeout(self._settings.seal_age_s):
-                        await self._seal_wanted.wait()
-                    self._seal_wanted.clear()
-                except TimeoutError:
-                    continue
+        await self._sealer.seal(order.reason)
 
     # --- beat -----------------------------------------------------------------------------------------------------
 
