@@ -38,27 +38,24 @@ class DemoInputs:
     val: Path
 
 
-def input_paths(folder: Path, seed: int, *, steps: int = WARM_START_STEPS) -> DemoInputs:
+def input_paths(folder: Path, seed: int) -> DemoInputs:
     """Where `make_inputs` puts things."""
     inputs = folder.absolute() / "inputs"
-    suffix = f"seed{seed}" + ("" if steps == WARM_START_STEPS else f"-steps{steps}")
     data = inputs / f"data-seed{seed}"
-    return DemoInputs(inputs / f"model-{suffix}", data / "train.parquet", data / "val.parquet")
+    return DemoInputs(inputs / f"model-seed{seed}", data / "train.parquet", data / "val.parquet")
 
 
-def make_inputs(
-    folder: Path, seed: int, *, steps: int = WARM_START_STEPS, progress: Progress | None = None
-) -> DemoInputs:
+def make_inputs(folder: Path, seed: int, *, progress: Progress | None = None) -> DemoInputs:
     """Make what is missing below ``folder``. ``progress`` is called per warm-start step, not at all when all is there.
 
     Raises DataError when the folder cannot be written.
     """
-    paths = input_paths(folder, seed, steps=steps)
+    paths = input_paths(folder, seed)
 
     def build_model(where: Path) -> None:
         from hybridsched.demo.warm_start import make_demo_model
 
-        make_demo_model(where, seed=seed, steps=steps, progress=progress)
+        make_demo_model(where, seed=seed, steps=WARM_START_STEPS, progress=progress)
 
     def build_data(where: Path) -> None:
         from hybridsched.demo.make_data import make_data

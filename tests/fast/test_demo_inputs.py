@@ -18,7 +18,9 @@ from hybridsched.runtime.prepare import check_everything
 def made(tmp_path_factory) -> tuple[Path, inputs.DemoInputs]:
     """Inputs with two warm-start steps in a folder whose name YAML must not stumble over."""
     folder = tmp_path_factory.mktemp("demo") / 'a "quoted" folder'
-    return folder, inputs.make_inputs(folder, 0, steps=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "WARM_START_STEPS", 2)
+        return folder, inputs.make_inputs(folder, 0)
 
 
 def demo_config(made, *overrides: str, **changes):
@@ -36,10 +38,10 @@ def test_the_demo_passes_every_check_before_a_start(made):
     assert 80 == config.actor_rollout_ref.actor.optim.total_training_steps
 
 
-def test_inputs_are_made_once(made, monkeypatch):
+def test_inputs_are_made_once(made):
     folder, paths = made
     before = {path: path.stat().st_mtime_ns for path in (folder / "inputs").rglob("*")}
-    assert paths == inputs.make_inputs(folder, 0, steps=2, progress=lambda *_: pytest.fail("made again"))
+    assert paths == inputs.make_inputs(folder, 0, progress=lambda *_: pytest.fail("made again"))
     assert before == {path: path.stat().st_mtime_ns for path in (folder / "inputs").rglob("*")}
 
 
@@ -48,14 +50,14 @@ def test_interrupted_inputs_leave_nothing_that_looks_complete(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        inputs.make_inputs(tmp_path, 0, steps=2, progress=interrupt)
+        inputs.make_inputs(tmp_path, 0, progress=interrupt)
     assert ["data-seed0"] == os.listdir(tmp_path / "inputs")
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(DataError, match="choose another --folder"):
-        inputs.make_inputs(tmp_path / "file", 0, steps=1)
+        inputs.make_inputs(tmp_path / "file", 0)
 
 
 @pytest.mark.parametrize("cycles", [1, 20, 31, 32, 200])
