@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # not benchmarks/: its queue.py hides the standard library's
 
 from hybridsched.config import load_config
 from hybridsched.config.schema import RunConfig

@@ -148,7 +148,6 @@ REFUSED_KEYS: dict[str, str] = {
     "actor_rollout_ref.rollout.multi_turn.*": _MULTI_TURN,
     "actor_rollout_ref.rollout.agent.*": _MULTI_TURN,
     "actor_rollout_ref.rollout.over_sample_rate": "use async_training.staleness_threshold",
-    "actor_rollout_ref.rollout.ignore_eos": "responses always may end; remove it",
     "actor_rollout_ref.rollout.seed": "use trainer.seed",
     "actor_rollout_ref.rollout.full_determinism": "draws never depend on routing: use trainer.seed",
     "actor_rollout_ref.rollout.skip_rollout": "use actor_rollout_ref.rollout.name: emulated to try the schedule without a model",  # noqa: E501

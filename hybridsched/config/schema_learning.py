@@ -173,6 +173,8 @@ class RolloutConfig(Section):
     """Refused above 0 unless allow_biased_logprobs."""
     allow_biased_logprobs: bool = False
     """Accept samplers whose log-probs are not those of the trained distribution."""
+    ignore_eos: bool = False
+    """Every response uses its whole budget (speed measurements: equal work in every run)."""
     tensor_model_parallel_size: int = Field(1, ge=1)
     """GPUs of one replica."""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)

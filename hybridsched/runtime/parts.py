@@ -103,7 +103,8 @@ class Parts:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
-            stop_token_ids=self.services.stop_token_ids,
+            stop_token_ids=() if rollout.ignore_eos else self.services.stop_token_ids,
+            ignore_eos=rollout.ignore_eos,
             seed=config.trainer.seed,
         )
 
