@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 TEST_RANK0_VARIABLE = "HYBRIDSCHED_TEST_RANK0"
 BEAT_S = 0.5  #: between two beats of an agent
 
+_GOODBYE_AFTER_FAULT_S = 5.0
 _GOODBYE_S = 15.0  # more than deadlines.stop_s, for the other agents to end their workers
 _SIGNALS: dict[signal.Signals, Literal["stop", "requeue"]] = {
     signal.SIGINT: "stop",
@@ -133,13 +134,20 @@ class Agent:
         if ending.exit_code and self.rank != 0:
             return ending  # the launcher ends the step
         write_exit(self.folder, ending)  # before MPI has a chance to hold or kill this process
-        if await transport.leave(config.deadlines.stop_s * config.deadlines.scale + _GOODBYE_S):
+        if await transport.leave(self._goodbye_s(config, ending)):
             transport.finalize()
             self.finalized = True
         else:
             print(f"rank {self.rank}: another rank did not leave; ending without MPI_Finalize", file=sys.stderr)
             faulthandler.dump_traceback_later(_EXIT_S, exit=True)  # asyncio.run waits for threads, however long
         return ending
+
+    @staticmethod
+    def _goodbye_s(config: RunConfig, ending: Ending) -> float:
+        """After a fault the rank that is missing may be the reason, and the next attempt waits for this one's end."""
+        if ending.exit_code in (1, FaultError.exit_code, InternalError.exit_code):
+            return _GOODBYE_AFTER_FAULT_S
+        return config.deadlines.stop_s * config.deadlines.scale + _GOODBYE_S
 
     async def _run(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
         from hybridsched.runtime.adapters.processes import ProcessSpawner

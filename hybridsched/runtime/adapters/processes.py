@@ -43,9 +43,9 @@ from hybridsched.runtime.messages import Envelope
 from hybridsched.runtime.plan import WorkerSpec
 from hybridsched.runtime.supervision import WorkerExit
 from hybridsched.runtime.wire import decode, encode
+from hybridsched.runtime.workers.process import SECRET_VARIABLE
 
 MODULE = "hybridsched.runtime.workers.process"
-SECRET_VARIABLE = "HYBRIDSCHED_SECRET"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 _GREETING_S = 30.0  # somebody who connects and says nothing is hung up on
