@@ -68,5 +68,6 @@ def _progress(run: Path) -> dict[str, Any]:
         found["last cycle"] = log.metric_rows[-1].step
     if log.event_rows:
         last = log.event_rows[-1]
-        found["last event"] = f"{last.kind} {last.entity}: {last.old} -> {last.new} ({last.reason})"
+        change = f"{last.old} -> {last.new}" if last.old else last.new
+        found["last event"] = f"{last.kind} {last.entity}: {change} ({last.reason})"
     return found
