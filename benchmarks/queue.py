@@ -24,31 +24,31 @@ from pathlib import Path
 # This file is called queue.py: its folder must not hide the standard library's queue module.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
-import argparse  # noqa: E402
-import contextlib  # noqa: E402
-import io  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import pickle  # noqa: E402
-import platform  # noqa: E402
-import shutil  # noqa: E402
-import socket  # noqa: E402
-import sqlite3  # noqa: E402
-import struct  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
-import zlib  # noqa: E402
-from collections.abc import Callable, Iterator  # noqa: E402
-from dataclasses import dataclass, field  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import contextlib
+import io
+import json
+import os
+import pickle
+import platform
+import shutil
+import socket
+import sqlite3
+import struct
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-import h5py  # noqa: E402
-import numpy as np  # noqa: E402
+import h5py
+import numpy as np
 
-from hybridsched.model import FinishReason, Response, Sample, SegmentId, VersionRun, WeightVersion  # noqa: E402
-from hybridsched.sample_queue.columns import encode  # noqa: E402
-from hybridsched.sample_queue.files import gather_write  # noqa: E402
-from hybridsched.sample_queue.store import FileSegmentStore  # noqa: E402
+from hybridsched.model import FinishReason, Response, Sample, SegmentId, VersionRun, WeightVersion
+from hybridsched.sample_queue.columns import encode
+from hybridsched.sample_queue.files import gather_write
+from hybridsched.sample_queue.store import FileSegmentStore
 
 SAMPLES, RESPONSES, PROMPT = 64, 8, 512
 WRITE_TO_RAW = 0.5  # DESIGN 15

@@ -25,22 +25,22 @@ from pathlib import Path
 # benchmarks/queue.py must not hide the standard library's queue module.
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 
-import argparse  # noqa: E402
-import ctypes  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-import platform  # noqa: E402
-import subprocess  # noqa: E402
-import time  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import time
+from typing import Any
 
-import torch  # noqa: E402
+import torch
 
-from hybridsched.model import TensorSpec, WeightVersion  # noqa: E402
-from hybridsched.weight_sync.broadcast import receive_weights, send_weights  # noqa: E402
-from hybridsched.weight_sync.group import BroadcastGroup, open_store  # noqa: E402
-from hybridsched.weight_sync.handover import HandoverReader, HandoverWriter  # noqa: E402
-from hybridsched.weight_sync.plan import total_nbytes  # noqa: E402
+from hybridsched.model import TensorSpec, WeightVersion
+from hybridsched.weight_sync.broadcast import receive_weights, send_weights
+from hybridsched.weight_sync.group import BroadcastGroup, open_store
+from hybridsched.weight_sync.handover import HandoverReader, HandoverWriter
+from hybridsched.weight_sync.plan import total_nbytes
 
 ARMS = ("flat", "sync", "in_place", "unchecked", "shared")
 SYNC_TO_FLAT = 0.7  # DESIGN 15

@@ -169,6 +169,12 @@ class EmulatedConfig(Section):
     """Mean response length."""
     response_sigma: float = Field(0.8, ge=0)
     """Sigma of the log-normal response length; 0: constant."""
+    response_growth_per_1000: float = Field(0.0, ge=0)
+    """Growth of the mean length over the run: after 1000 samples it is (1 + this) x response_mean_tokens."""
+    response_block_samples: int = Field(0, ge=0)
+    """Alternating load: every other block of this many samples has its mean length times response_block_factor; 0: off."""
+    response_block_factor: float = Field(1.0, gt=0)
+    """See response_block_samples."""
     decode_base_s: float = Field(0.02, ge=0)
     """Time of one decode step with an empty batch."""
     decode_per_seq_s: float = Field(0.0001, ge=0)
@@ -177,6 +183,10 @@ class EmulatedConfig(Section):
     """Prefill and re-prefill speed."""
     hybrid_speed: float = Field(1.0, gt=0)
     """Speed of a hybrid replica relative to a standalone one."""
+    replica_speed: dict[str, float] = Field(default_factory=dict)
+    """Factor on the speed of single replicas, e.g. {standalone.1: 0.5}."""
+    worker_lost_at_s: dict[str, float] = Field(default_factory=dict)
+    """Simulated runs only: this worker dies for good at this second, e.g. {standalone.1: 600} (a lost rollout node)."""
     wake_s: float = Field(1.0, ge=0)
     """Waking a hybrid."""
     sleep_s: float = Field(1.0, ge=0)

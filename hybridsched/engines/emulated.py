@@ -50,10 +50,12 @@ class EmulatedEngine(GenerationEngine):
         weights_bytes: int = 1 << 30,
         kv_bytes_per_token: int = 1 << 17,
         version: WeightVersion = WeightVersion(0, 0),
+        speed: float = 1.0,
     ) -> None:
         """kv_tokens: this replica's own KV budget; wall: seconds since the epoch (for t_start and t_end).
 
         lengths: instead of the configured log-normal. weights_bytes, kv_bytes_per_token: what ``memory`` reports.
+        speed: factor on this replica's speed.
         """
         self._config = config
         self._kind = kind
@@ -63,7 +65,7 @@ class EmulatedEngine(GenerationEngine):
         self._draw = lengths or (lambda seed, uid, index: draw_length(config, seed, uid, index))
         self._bytes = EngineMemory(weights_bytes, kv_tokens * kv_bytes_per_token)
         self._version = version
-        self._speed = config.hybrid_speed if kind is ReplicaKind.HYBRID else 1.0
+        self._speed = speed * (config.hybrid_speed if kind is ReplicaKind.HYBRID else 1.0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._model: ReplicaModel | None = None
         self._timer: asyncio.TimerHandle | None = None

@@ -23,17 +23,27 @@ _LENGTH, _REWARD, _FAILED, _EQUAL, _EASE, _ODD = range(6)
 
 
 def draw_length(config: EmulatedConfig, seed: int, sample_uid: int, index: int) -> int:
-    """Tokens response ``index`` would have without a budget: log-normal with mean ``response_mean_tokens``, at least 1.
+    """Tokens response ``index`` would have without a budget: log-normal with mean ``mean_length``, at least 1.
 
     Its logarithm is normal with standard deviation ``response_sigma`` and mean ln(mean) - sigma^2 / 2.
     """
-    sigma = config.response_sigma
+    sigma, mean = config.response_sigma, mean_length(config, sample_uid)
     if sigma == 0:
-        return max(1, round(config.response_mean_tokens))
+        return max(1, round(mean))
     bits = xxhash.xxh3_128_intdigest(_PACK(seed & _MASK, sample_uid & _MASK, index, _LENGTH))
     radius = math.sqrt(-2.0 * math.log(((bits >> 64) + 0.5) * _UNIT))
     normal = radius * math.cos(2.0 * math.pi * (bits & _MASK) * _UNIT)
-    return max(1, round(config.response_mean_tokens * math.exp(sigma * normal - 0.5 * sigma * sigma)))
+    return max(1, round(mean * math.exp(sigma * normal - 0.5 * sigma * sigma)))
+
+
+def mean_length(config: EmulatedConfig, sample_uid: int) -> float:
+    """Mean response length of a sample: ``response_mean_tokens``, growing with the uid, every other block scaled.
+
+    Validation samples count from uid 0 and so keep the early lengths.
+    """
+    mean = config.response_mean_tokens * (1.0 + config.response_growth_per_1000 * sample_uid / 1000.0)
+    block = config.response_block_samples
+    return mean * config.response_block_factor if block and (sample_uid // block) % 2 else mean
 
 
 def budgeted(length: int, params: SamplingParams) -> tuple[int, FinishReason]:

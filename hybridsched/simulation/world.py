@@ -8,6 +8,7 @@ engines, and does what it always does.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -124,8 +125,11 @@ class SimulatedSpawner:
     async def spawn(
         self, spec: WorkerSpec, incarnation: str, deliver: Callable[[m.Envelope], None], deadline_s: float
     ) -> SimulatedWorker:
-        """Start at once."""
+        """Start at once. Raises WorkerDied for a worker that is lost for good (``emulated.worker_lost_at_s``)."""
         del deadline_s
+        lost_at = self._world.config.emulated.worker_lost_at_s.get(spec.worker, math.inf)
+        if self._world.clock.now() >= lost_at:
+            raise WorkerDied(f"{spec.worker} is lost since {lost_at:g} s (emulated.worker_lost_at_s)")
         worker = SimulatedWorker(spec, incarnation, self._world.next_pid(), deliver, self._world)
         self._world.workers[spec.worker] = worker
         return worker
@@ -219,6 +223,7 @@ class SimulatedRun:
         self.parts, self.controller = parts, Controller(parts)
         endpoint.on_error = self.controller.fail
         tasks = [asyncio.ensure_future(agent.run()) for agent in agents]
+        losses = [asyncio.ensure_future(self._lose(*loss)) for loss in self.config.emulated.worker_lost_at_s.items()]
         resume_from = None
         if resume:
             complete = self.checkpoints.complete()
@@ -226,10 +231,18 @@ class SimulatedRun:
         try:
             return await self.controller.run(resume_from)
         finally:
+            for loss in losses:
+                loss.cancel()
             for rank in range(self.plan.world_size):
                 endpoint.tell(f"agent.{rank}", m.Shutdown("run ended"))
             await endpoint.close()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _lose(self, worker: str, at_s: float) -> None:
+        """A worker's node is lost at ``at_s``; the spawner refuses to start it again."""
+        await asyncio.sleep(at_s - self.clock.now())
+        if worker in self.workers:
+            self.workers[worker].kill("its node is lost (emulated.worker_lost_at_s)")
 
     def _agent(self, rank: int, network: MemoryNetwork) -> NodeAgent:
         deadlines, faults = self.config.deadlines, self.config.faults

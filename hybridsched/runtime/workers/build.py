@@ -207,6 +207,7 @@ def build_emulated_worker(
         kv_tokens=derived.kv_cache_tokens,
         max_num_seqs=derived.max_num_seqs,
         wall=clock.wall,
+        speed=config.emulated.replica_speed.get(spec.worker, 1.0),
     )
     return _rollout_worker(
         spec,
