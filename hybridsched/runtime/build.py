@@ -22,6 +22,7 @@ from hybridsched.data.stream import PromptSet, PromptStream, synthetic_prompts
 from hybridsched.data.tokenizer import Tokenizer, stop_token_ids
 from hybridsched.errors import FaultError, HybridschedError, Interrupted, RunFolderError
 from hybridsched.model import Prompt
+from hybridsched.runlog.sinks import TeeRunLog, mirrors
 from hybridsched.runlog.writer import HDF5RunLog
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.adapters.chains import file_chains
@@ -38,6 +39,8 @@ from hybridsched.runtime.policy_loader import load_policy
 from hybridsched.runtime.services import Services, StopFlag
 from hybridsched.sample_queue.owner import OwnerFence, identity_of_this_process
 from hybridsched.sample_queue.store import FileSegmentStore
+
+RunLogSink = HDF5RunLog | TeeRunLog
 
 STATUS_PREFIX = "@status "
 RESULT_FILE = "result.json"
@@ -56,16 +59,11 @@ async def run_rank0(
     folder, attempt = Path(context.run_folder), Path(context.attempt_folder)
     fence = OwnerFence.claim(folder, identity_of_this_process(restart_count=context.attempt))
     clock = RealClock()
-    log = HDF5RunLog(
-        folder / "log",
-        "controller",
-        run_id=context.run_id,
-        wall=clock.wall,
-        now=clock.now,
-        flush_s=config.runlog.flush_s,
-        rows_per_file=config.runlog.rows_per_file,
-        attrs={"attempt": context.attempt},
-    )
+    try:
+        log = _run_log(config, context, clock)
+    except BaseException:
+        fence.release()  # nothing has begun: the next start need not wait for this owner to be found dead
+        raise
     log.event("run", "run", new="started", reason=f"attempt {context.attempt}" + (", resumed" if resume else ""))
     endpoint = Endpoint(CONTROLLER, agent.route)
     endpoint.on_error = lambda error, where: log.event(
@@ -101,6 +99,34 @@ async def run_rank0(
     return code
 
 
+def _run_log(config: RunConfig, context: RunContext, clock: RealClock) -> RunLogSink:
+    """The HDF5 run log, and the mirrors that trainer.logger names. Raises ConfigError for a package that is missing."""
+    folder = Path(context.run_folder) / "log"
+    truth = HDF5RunLog(
+        folder,
+        "controller",
+        run_id=context.run_id,
+        wall=clock.wall,
+        now=clock.now,
+        flush_s=config.runlog.flush_s,
+        rows_per_file=config.runlog.rows_per_file,
+        attrs={"attempt": context.attempt},
+    )
+    trainer = config.trainer
+    try:
+        others = mirrors(
+            trainer.logger,
+            folder,
+            run_id=context.run_id,
+            project=trainer.project_name,
+            name=trainer.experiment_name,
+        )
+    except BaseException:
+        truth.close()
+        raise
+    return TeeRunLog([truth, *others]) if others else truth
+
+
 async def _either(running: Any, serving: asyncio.Future[Any]) -> RunSummary:
     """The controller's result; an agent that ends first ends the run."""
     main: asyncio.Future[Any] = asyncio.ensure_future(running)
@@ -123,7 +149,7 @@ def _services(
     context: RunContext,
     endpoint: Endpoint,
     clock: RealClock,
-    log: HDF5RunLog,
+    log: RunLogSink,
     stop: StopFlag,
     check_owner: Callable[[], None],
 ) -> Services:
@@ -198,7 +224,7 @@ def _newest_checkpoint(services: Services) -> str | None:
     return complete[-1].folder
 
 
-async def _flush_forever(log: HDF5RunLog, period_s: float) -> None:
+async def _flush_forever(log: RunLogSink, period_s: float) -> None:
     while True:
         await asyncio.sleep(min(1.0, period_s))
         await asyncio.to_thread(log.maybe_flush)
@@ -210,7 +236,7 @@ def print_status(status: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _log_end(log: HDF5RunLog, problem: BaseException) -> None:
+def _log_end(log: RunLogSink, problem: BaseException) -> None:
     kind = "stopped" if isinstance(problem, Interrupted) else "failed"
     log.event("run", "run", new=kind, reason=f"{type(problem).__name__}: {problem}")
 
