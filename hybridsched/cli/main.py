@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from hybridsched import __version__
-from hybridsched.cli import compare, config, demo, explain, init, policies, queue, report, run, status
+from hybridsched.cli import compare, config, demo, explain, init, policies, queue, report, run, simulate, status
 from hybridsched.errors import FaultError, HybridschedError, InternalError, Interrupted
 
 TRACEBACK_VARIABLE = "HYBRIDSCHED_TRACEBACK"
@@ -42,12 +42,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_START, _LOOK = "Start", "Look at a run"
+_START, _AHEAD, _LOOK = "Start", "Look ahead", "Look at a run"
 app.command("demo", rich_help_panel=_START)(demo.demo)
 app.command("init", rich_help_panel=_START)(init.init)
 app.command("run", rich_help_panel=_START)(run.run)
 app.command("config", rich_help_panel=_START)(config.config)
 app.command("policies", rich_help_panel=_START)(policies.policies)
+app.command("simulate", rich_help_panel=_AHEAD)(simulate.simulate)
 app.command("status", rich_help_panel=_LOOK)(status.status)
 app.command("report", rich_help_panel=_LOOK)(report.report)
 app.command("explain", rich_help_panel=_LOOK)(explain.explain)

@@ -54,8 +54,7 @@ class EmulatedEngine(GenerationEngine):
     ) -> None:
         """kv_tokens: this replica's own KV budget; wall: seconds since the epoch (for t_start and t_end).
 
-        lengths: instead of the configured log-normal. weights_bytes, kv_bytes_per_token: what ``memory`` reports.
-        speed: factor on this replica's speed.
+        lengths: not the log-normal. weights_bytes, kv_bytes_per_token: what ``memory`` reports. speed: of this replica.
         """
         self._config = config
         self._kind = kind
