@@ -242,10 +242,10 @@ class Intake:
         try:
             while self._to_accept or self._to_ledger:
                 await self._write_accepted()
-                lines = list(self._to_ledger)
-                if lines:
+                pending = self._to_ledger  # a rollback meanwhile starts another list
+                if lines := list(pending):
                     await self._offload(self.ledger.append, lines)
-                    del self._to_ledger[: len(lines)]
+                    del pending[: len(lines)]
         finally:
             self._busy = False
             self._written.notify()
@@ -273,24 +273,31 @@ class Intake:
         for segment in segments:
             self._spent.pop(segment, None)
 
-    def restore(self, rows: Mapping[SegmentId, Sequence[SampleRow]], accepted: Sequence[RowRef]) -> int:
+    def restore(
+        self, rows: Mapping[SegmentId, Sequence[SampleRow]], accepted: Sequence[RowRef], position: int
+    ) -> int:
         """After a resume or rollback: queue every durable row whose uid is not done.
 
-        ``accepted`` gives the order (accept log chain); rows it does not name follow in order of their segments.
-        Returns how many rows are queued.
+        ``accepted`` gives the order: the accept log of the incarnation before, whole. Only its first ``position``
+        entries are in the chain of the new one; rows of later entries are entered again, and so are rows it does not
+        name, in order of their segments. Verdicts that are not in the ledger yet are void. Returns how many rows are
+        queued.
         """
-        by_ref = {row.ref: row for segment_rows in rows.values() for row in segment_rows}
-        order = [by_ref[ref] for ref in accepted if ref in by_ref]
-        named = {row.ref for row in order}
+        meanwhile = [row for row in (*self.queue, *self._to_accept) if row.ref.segment not in rows]
+        by_ref = {row.ref: row for segment_rows in [*rows.values(), meanwhile] for row in segment_rows}
+        kept = [by_ref[ref] for ref in accepted[:position] if ref in by_ref]
+        behind = [by_ref[ref] for ref in accepted[position:] if ref in by_ref]
+        named = {row.ref for row in [*kept, *behind]}
         late = [row for ref, row in by_ref.items() if ref not in named]
         self.queue.clear()
         self._to_accept.clear()
+        self._to_ledger = []
         self._accepted.clear()
         self._known.update(rows)
-        self._rows_left = {segment: len(segment_rows) for segment, segment_rows in rows.items()}
-        for row in order:
+        self._rows_left = dict(Counter(row.ref.segment for row in by_ref.values()))
+        for row in kept:
             self._queue_restored(row, durable_entry=True)
-        for row in late:
+        for row in [*behind, *late]:
             self._queue_restored(row, durable_entry=False)
         # Finished samples that live workers have yet to seal stay; those the checkpoint knows as done do not.
         self.completed = {

@@ -118,7 +118,7 @@ class Recovery:
         accepted = await self._accepted_chain(state)
         p.intake.accept_log, p.intake.ledger = p.open_chains(state.accept_log, state.ledger)
         p.intake.frontier = Frontier(state.frontier_lowest, state.frontier_above)
-        queued = p.intake.restore(rows, [accepted_ref(entry)[1] for entry in accepted])
+        queued = p.intake.restore(rows, [accepted_ref(entry)[1] for entry in accepted], state.accept_log.position)
         p.rollouter.forget_all("its sample is durable")
         p.rollouter.restart_at(state.frontier_lowest)
         p.window.restored(
