@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hybridsched.cli.console import print_json, print_pairs, print_table
-from hybridsched.errors import QueueError, UserError
+from hybridsched.errors import QueueError, RunFolderError, UserError
 
 if TYPE_CHECKING:
     from hybridsched.model import SegmentId
@@ -77,7 +77,10 @@ def fsck(
 ) -> None:
     """Check that everything on disk fits together; exit code 4 when something is damaged."""
     from hybridsched.sample_queue.fsck import fsck
+    from hybridsched.sample_queue.store import QUEUE_FOLDER
 
+    if not (run / QUEUE_FOLDER).is_dir():
+        raise RunFolderError(f"{run}: is not the folder of a run that began (there is no {QUEUE_FOLDER}/)")
     report = fsck(run, complete=complete)
     typer.echo(report.text())
     if not report.ok:

@@ -16,6 +16,7 @@ from typing import Any
 from hybridsched.config.problems import Problem, problem
 from hybridsched.config.schema import RunConfig
 
+_JSONL, _PARQUET = (".jsonl", ".ndjson"), (".parquet", ".pq")  # what data.prompts reads
 _MAX_HEADER = 100 << 20  #: bytes; the safetensors format's own limit
 
 
@@ -88,9 +89,9 @@ def _data_file(key: str, name: str) -> Iterator[Problem]:
     if found:
         return
     suffix = Path(name).suffix.lower()
-    if suffix not in (".jsonl", ".json", ".parquet"):
+    if suffix not in (*_JSONL, *_PARQUET):
         yield problem(key, f"{name} is neither .jsonl nor .parquet", "convert or rename it")
-    elif suffix == ".parquet" and not _has_parquet_marks(Path(name)):
+    elif suffix in _PARQUET and not _has_parquet_marks(Path(name)):
         yield problem(key, f"{name} is not a complete parquet file", "write or copy it again")
 
 

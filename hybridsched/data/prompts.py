@@ -244,6 +244,7 @@ def _check_row(raw: Any, prompt_key: str, reward_fn_key: str, origin: str) -> Pr
     data_source = raw.get(reward_fn_key)
     if not isinstance(data_source, str) or not data_source:
         raise _Unusable(f"{reward_fn_key!r} (data.reward_fn_key) should be a name, it is {_kind(data_source)}")
+    _require_text(data_source, reward_fn_key)
     reward_model = raw.get("reward_model")
     if not isinstance(reward_model, dict):
         raise _Unusable(f"'reward_model' should be an object with 'ground_truth', it is {_kind(reward_model)}")
@@ -262,7 +263,7 @@ def _check_row(raw: Any, prompt_key: str, reward_fn_key: str, origin: str) -> Pr
     )
     for name, value in (("reward_model.ground_truth", row.ground_truth), ("extra_info", row.extra_info)):
         try:
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8")
         except (TypeError, ValueError) as error:
             # It has to travel to the reward processes and into the sample files.
             raise _Unusable(f"'{name}' holds something JSON has no form for: {error}") from error
@@ -274,6 +275,7 @@ def _check_prompt(prompt: Any, key: str) -> Messages | str:
     if isinstance(prompt, str):
         if not prompt:
             raise _Unusable(f"{key!r} is an empty string")
+        _require_text(prompt, key)
         return prompt
     if not isinstance(prompt, list):
         raise _Unusable(f"{key!r} (data.prompt_key) should be chat messages or a string, it is {_kind(prompt)}")
@@ -286,8 +288,18 @@ def _check_prompt(prompt: Any, key: str) -> Messages | str:
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 raise _Unusable(f"{key}[{index}].{name} should be text, it is {_kind(message.get(name))}")
+            _require_text(message[name], f"{key}[{index}].{name}")
         messages.append({name: value for name, value in message.items() if value is not None})
     return messages
+
+
+def _require_text(text: str, what: str) -> None:
+    """JSON can spell halves of surrogate pairs, which no encoding has and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise _Unusable(f"{what} holds half of a surrogate pair ({half}) at character {error.start + 1}") from error
 
 
 def _kind(value: Any) -> str:

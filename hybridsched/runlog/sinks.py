@@ -8,6 +8,7 @@ when a mirror is made; a missing one is a ConfigError that names it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import math
 import os
@@ -167,6 +168,20 @@ def mirrors(loggers: Sequence[str], folder: Path, *, run_id: str, project: str, 
         elif logger == "wandb_offline":
             out.append(WandbOffline(folder / "wandb", project, name))
     return out
+
+
+#: Package behind each name of trainer.logger that needs one.
+_PACKAGES = {"tensorboard": "tensorboard", "wandb_offline": "wandb"}
+
+
+def missing_packages(loggers: Sequence[str]) -> list[str]:
+    """What `mirrors` would refuse for want of a package, one message each; nothing is imported."""
+    needed = [(logger, _PACKAGES[logger]) for logger in loggers if logger in _PACKAGES]
+    return [
+        f"trainer.logger: {logger} needs the package {package}: pip install {package}, or take it out"
+        for logger, package in needed
+        if importlib.util.find_spec(package) is None
+    ]
 
 
 def _require(package: str, key: str) -> Any:

@@ -194,7 +194,7 @@ def _services(
 
 def _prompts(config: RunConfig) -> tuple[tuple[Sequence[Prompt], int | None], Sequence[Prompt], tuple[int, ...]]:
     """((training prompts, their number or None), validation prompts, stop tokens)."""
-    if not config.data.train_files:
+    if config.actor_rollout_ref.actor.strategy == "emulated":  # whatever data.train_files names
         emulated = config.emulated
         return (synthetic_prompts(emulated.dataset_size, emulated.prompt_tokens), None), (), ()
     model = config.actor_rollout_ref.model

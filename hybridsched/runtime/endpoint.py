@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from hybridsched import errors
-from hybridsched.errors import DeadlineExceeded, FaultError, InternalError, WorkerDied
+from hybridsched.errors import DeadlineExceeded, FaultError, HybridschedError, InternalError, UserError, WorkerDied
 from hybridsched.runtime.messages import AnyMessage, Envelope, Failure, Ok
 
 M = TypeVar("M")
@@ -60,7 +60,8 @@ class Endpoint:
     async def call(self, dst: str, message: AnyMessage, reply: type[M], *, deadline_s: float, what: str) -> M:
         """Send and wait for a reply of type ``reply``, at most ``deadline_s`` seconds.
 
-        Raises DeadlineExceeded, WorkerDied (peer lost before or meanwhile), RemoteError.
+        Raises DeadlineExceeded, WorkerDied (peer lost before or meanwhile), RemoteError, and the FaultErrors and
+        UserErrors of the other side as they are.
         """
         if dst in self._gone:
             raise WorkerDied(f"{what}: {dst} is gone ({self._gone[dst]})")
@@ -173,10 +174,10 @@ class Endpoint:
         asyncio.get_running_loop().call_exception_handler({"message": where, "exception": error})
 
 
-def _from_failure(failure: Failure, where: str) -> FaultError:
-    """Failures that callers distinguish come back as their own class."""
+def _from_failure(failure: Failure, where: str) -> HybridschedError:
+    """Failures that callers distinguish come back as their own class; wrong input too, since no retry can mend it."""
     kind = getattr(errors, failure.kind, None)
-    if isinstance(kind, type) and issubclass(kind, FaultError):
-        error: FaultError = kind(f"{where}: {failure.text}")
+    if isinstance(kind, type) and issubclass(kind, FaultError | UserError):
+        error: HybridschedError = kind(f"{where}: {failure.text}")
         return error
     return RemoteError(failure.kind, failure.text, where)

@@ -17,14 +17,23 @@ import secrets
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hybridsched import __version__
 from hybridsched.config import check_cores, check_paths, derive, load_config, not_available, save_resolved
 from hybridsched.config.derived import Derived
 from hybridsched.config.schema import RunConfig
 from hybridsched.errors import ConfigError, DataError, RunFolderError, UserError
+from hybridsched.models.config import ModelConfig
+from hybridsched.runlog.sinks import missing_packages
 from hybridsched.runtime.plan import RunPlan, build_plan
+from hybridsched.runtime.run_identity import identity_of, require_same
+from hybridsched.sample_queue.owner import identity_of_this_process, require_free
+
+if TYPE_CHECKING:
+    from hybridsched.data import PromptSet
+
+FORMAT = 1  #: of a run folder, in run.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +76,67 @@ def plan_of(config: RunConfig, derived: Derived) -> RunPlan:
 
 def check_everything(config: RunConfig) -> tuple[RunConfig, Derived]:
     """All checks that need files, cores or imports. Returns the configuration with derived lengths filled in."""
+    config, derived, _identity = _check(config)
+    return config, derived
+
+
+def _check(config: RunConfig) -> tuple[RunConfig, Derived, dict[str, Any]]:
+    """`check_everything`, and what the run is (`run_identity`)."""
     problems = [*not_available(config), *check_cores(config, len(usable_cores(config)))]
+    problems += missing_packages(config.trainer.logger)
     if problems:
         raise ConfigError("this run cannot be started here:\n- " + "\n- ".join(problems))
     problems = check_paths(config)
     if problems:
         raise DataError("files of this run cannot be used:\n- " + "\n- ".join(problems))
-    n_prompts = None
-    if config.actor_rollout_ref.actor.strategy != "emulated":
-        n_prompts = _check_data(config)
+    emulated = config.actor_rollout_ref.actor.strategy == "emulated"
+    n_prompts, fingerprint, model = _check_emulated(config) if emulated else _check_data(config)
     derived = derive(config, n_prompts)
     _check_policy(config, derived)
+    identity = identity_of(config, fingerprint, model)
     if n_prompts is not None and config.actor_rollout_ref.actor.optim.total_training_steps == -1:
         config = _with_schedule(config, derived)
-    return config, derived
+    return config, derived, identity
 
 
-def _check_data(config: RunConfig) -> int:
+def _check_emulated(config: RunConfig) -> tuple[None, str, None]:
+    """An emulated run makes its prompts up, whatever data.train_files names."""
+    from hybridsched.data import synthetic_prompts
+
+    emulated = config.emulated
+    return None, synthetic_prompts(emulated.dataset_size, emulated.prompt_tokens).fingerprint, None
+
+
+def _check_data(config: RunConfig) -> tuple[int, str, ModelConfig]:
+    """(number of training prompts, their fingerprint, the model they are for)."""
     from hybridsched.data import PromptSet
-    from hybridsched.data.tokenizer import Tokenizer
+    from hybridsched.data.tokenizer import Tokenizer, stop_token_ids
+    from hybridsched.models.folder_check import check_model
     from hybridsched.rewards import resolve_reward
 
-    folder = config.actor_rollout_ref.model.tokenizer_path or config.actor_rollout_ref.model.path
-    assert folder is not None
+    path = config.actor_rollout_ref.model.path
+    assert path is not None  # config.checks
+    model = check_model(path)
+    folder = config.actor_rollout_ref.model.tokenizer_path or path
     tokenizer = Tokenizer.from_folder(folder)
+    stop_token_ids(path, tokenizer)
     prompts = PromptSet.build(config.data, tokenizer)
+    _check_vocabulary(prompts, model, folder)
     if config.data.val_files:
-        PromptSet.build(config.data, tokenizer, split="val")
+        _check_vocabulary(PromptSet.build(config.data, tokenizer, split="val"), model, folder)
     resolve_reward(config.reward.function, config.reward.kwargs)
-    return len(prompts)
+    return len(prompts), prompts.fingerprint, model
+
+
+def _check_vocabulary(prompts: PromptSet, model: ModelConfig, tokenizer_folder: str) -> None:
+    for prompt in prompts:
+        largest = int(prompt.tokens.max())
+        if largest >= model.vocab_size:
+            raise DataError(
+                f"prompt {prompt.prompt_uid}: the tokenizer in {tokenizer_folder} gives token {largest}, the model "
+                f"knows {model.vocab_size} tokens (vocab_size in config.json): tokenizer and model do not belong "
+                "together. Set actor_rollout_ref.model.tokenizer_path to the model's own."
+            )
 
 
 def _check_policy(config: RunConfig, derived: Derived) -> None:
@@ -115,29 +156,61 @@ def _with_schedule(config: RunConfig, derived: Derived) -> RunConfig:
 
 
 def prepare(config: RunConfig, *, resume: bool, force: bool = False) -> PreparedRun:
-    """Check everything and create (or re-enter) the run folder."""
-    config, derived = check_everything(config)
+    """Check everything and create (or re-enter) the run folder.
+
+    Raises ConfigError, DataError, RunFolderError, and OwnershipLost while a controller works in the folder; then
+    nothing was written.
+    """
+    config, derived, identity = _check(config)
     folder = Path(derived.run_folder)
     plan = plan_of(config, derived)
-    existing = read_run(folder) if (folder / "run.json").exists() else None
-    if resume:
-        if existing is None:
-            raise RunFolderError(f"{folder}: there is no run to resume (no run.json); start it without --resume")
-        run_id = str(existing["run_id"])
-    else:
-        _require_fresh(folder, existing, force)
-        run_id = f"{config.trainer.experiment_name}-{secrets.token_hex(4)}"
     try:
-        (folder / "config").mkdir(parents=True, exist_ok=True)
+        run_id = _enter(folder, config, identity, resume=resume, force=force)
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder}: cannot be looked into: {error.strerror}; choose another trainer.default_local_dir"
+        ) from error
+    existed = folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
-        if existing is None or not resume:
-            _write_json(folder / "run.json", {"run_id": run_id, "hybridsched": __version__, "format": 1})
+        if not resume:
+            _write_json(folder / "run.json", _run_json(run_id, identity))
+        (folder / "config").mkdir(exist_ok=True)
         save_resolved(config, folder / "config" / "resolved.yaml", derived)
     except OSError as error:
+        if not existed:
+            shutil.rmtree(folder, ignore_errors=True)  # half a folder would stand in the way of the next start
         raise RunFolderError(
             f"{folder}: cannot be written: {error.strerror}; choose another trainer.default_local_dir, or make room"
         ) from error
     return PreparedRun(folder, run_id, config, derived, plan, resume)
+
+
+def _run_json(run_id: str, identity: dict[str, Any]) -> dict[str, Any]:
+    return {"run_id": run_id, "hybridsched": __version__, "format": FORMAT, "identity": identity}
+
+
+def _enter(folder: Path, config: RunConfig, identity: dict[str, Any], *, resume: bool, force: bool) -> str:
+    """The id of the run that may now begin or go on in this folder; with ``force`` an earlier one is removed."""
+    existing = read_run(folder) if (folder / "run.json").exists() else None
+    if existing is not None and (resume or force) and config.launcher == "local":
+        require_free(folder, identity_of_this_process())  # its workers still read what would be written here
+    if not resume:
+        _require_fresh(folder, existing, force)
+        return f"{config.trainer.experiment_name}-{secrets.token_hex(4)}"
+    if existing is None:
+        raise RunFolderError(f"{folder}: there is no run to resume (no run.json); start it without --resume")
+    before = existing.get("identity")
+    require_same(before if isinstance(before, dict) else {}, identity, str(folder))
+    return str(existing["run_id"])
+
+
+def _require_not_running(folder: Path, *, remove: bool) -> None:
+    """Its processes read the configuration again whenever one of them is restarted."""
+    from hybridsched.sample_queue.owner import identity_of_this_process, require_not_running
+
+    require_not_running(folder, identity_of_this_process(), in_doubt=remove)
 
 
 def _require_fresh(folder: Path, existing: dict[str, Any] | None, force: bool) -> None:
@@ -163,10 +236,22 @@ def read_run(folder: Path) -> dict[str, Any]:
     path = folder / "run.json"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{path}: cannot be read as run.json: {error}; is this a run folder?") from error
-    if not isinstance(data, dict) or "run_id" not in data:
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RunFolderError(f"{folder}: is not the folder of a run (there is no run.json)") from error
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read: {error.strerror}; check permissions") from error
+    except ValueError as error:
+        raise RunFolderError(
+            f"{path}: is damaged ({error}); put it back from a copy, or remove the folder to start anew"
+        ) from error
+    if not isinstance(data, dict) or not isinstance(data.get("run_id"), str) or not data["run_id"]:
         raise RunFolderError(f"{path}: has no run_id; this is not a run folder of hybridsched")
+    version = data.get("format")
+    if not isinstance(version, int) or version > FORMAT:
+        raise RunFolderError(
+            f"{path}: format {version!r} is newer than this hybridsched ({__version__}, format {FORMAT}); use the "
+            f"version that made it ({data.get('hybridsched')})"
+        )
     return data
 
 

@@ -155,6 +155,16 @@ class OwnerFence:
             return
 
 
+def require_free(
+    run_folder: Path, identity: OwnerIdentity, is_alive: Callable[[OwnerIdentity], bool] = process_is_alive
+) -> None:
+    """Raise OwnershipLost when `OwnerFence.claim` would be refused now; claims and writes nothing."""
+    owner = current_owner(run_folder)
+    refusal = "" if owner is None else _why_not(owner, identity, is_alive, never_gone)
+    if owner is not None and refusal:
+        raise OwnershipLost(_story(run_folder, owner, refusal))
+
+
 def current_owner(run_folder: Path) -> OwnerRecord | None:
     """The holder of the highest number, None when there is none. RunFolderError when its record is damaged."""
     folder = Path(run_folder) / OWNER_FOLDER
@@ -176,6 +186,26 @@ def current_owner(run_folder: Path) -> OwnerRecord | None:
             f"{path}: the owner's record is damaged ({error}). If certainly no controller of this run is alive, remove "
             "the file and start again."
         ) from error
+
+
+def require_not_running(
+    run_folder: Path,
+    identity: OwnerIdentity,
+    is_alive: Callable[[OwnerIdentity], bool] = process_is_alive,
+    *,
+    in_doubt: bool,
+) -> None:
+    """Before a launcher touches the folder: OwnershipLost when its owner is at work.
+
+    in_doubt: refuse also when nobody can tell (another host, another container), as one must before removing a run;
+    else that is left to `OwnerFence.claim`, which knows more.
+    """
+    owner = current_owner(run_folder)
+    if owner is None:
+        return
+    refusal = _why_not(owner, identity, is_alive, never_gone)
+    if refusal and (in_doubt or (owner.identity.host == identity.host and is_alive(owner.identity))):
+        raise OwnershipLost(_story(run_folder, owner, refusal))
 
 
 def _why_not(
