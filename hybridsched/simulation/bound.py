@@ -8,13 +8,19 @@ The bound relaxes everything but these facts, which hold for every policy:
     work        standalone x (wall - syncs) + hybrid x (lent - k switches) >= work of the samples
     window      the samples admitted after the sync before them are complete before the last collection of a cycle is
                 trained: standalone x (wall - syncs - last collections) + hybrid x (lent - k switches) >= their work
-    switches    k activations, at most one a cycle, each costs wake + hand-over + sleep and finds at most a window of
-                samples to work on
+    switches    k activations, at most one a cycle, each costs wake + hand-over + sleep; while hybrids are lent nothing
+                is trained, so all replicas together have no more than a window of samples to work on
 
-Work is seconds of one replica of speed 1 whose batch is always as full as it may be; each prompt is prefilled once and
-nothing is aborted, no response is the last one, no batch runs empty. Of the samples that may be admitted, the cheapest
-are the trained ones. The smallest wall clock over k is the bound. It is not attainable in general: tails alone keep
-batches from being full.
+Work is seconds of one replica of speed 1. A replica that advances its batch of n sequences by one token spends
+decode_base + n x decode_per_seq, and it holds at most s samples and b sequences; so a sample costs at least
+
+    slots       decode_base x (its longest response) / s + decode_per_seq x (all its tokens)
+    sequences   decode_base x (all its tokens) / b       + decode_per_seq x (all its tokens)
+
+Both accounts hold over any set of samples, wherever and in however many pieces they run; the bound is the larger of the
+two. Each prompt is prefilled once, nothing is aborted, no slot is ever empty. Of the samples that may be admitted, the
+cheapest are the trained ones. The smallest wall clock over k is the bound; it is not attainable in general: at the end
+of every window slots do run empty.
 
 It does not know the future of real runs: lengths are those the emulated engine draws.
 """
@@ -22,7 +28,7 @@ It does not know the future of real runs: lengths are those the emulated engine 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridsched.config.derived import Derived, derive
@@ -72,7 +78,14 @@ def lower_bound(config: RunConfig, trained: int, *, dropped: int = 0, lending: b
 
     dropped: samples that were filtered, failed or stale on the way. lending False: hybrids stay asleep (static).
     """
-    needs = _needs(config, derive(config), trained, dropped)
+    derived = derive(config)
+    return max(
+        (_bound(_needs(config, derived, trained, dropped, account), lending) for account in ("slots", "sequences")),
+        key=lambda bound: bound.seconds,
+    )
+
+
+def _bound(needs: _Needs, lending: bool) -> Bound:
     colocated = not needs.standalone
     most = needs.cycles if (lending or colocated) and needs.hybrid > 0 else 0
     found = [_with_switches(needs, k) for k in range(1 if colocated else 0, most + 1)]
@@ -90,7 +103,7 @@ def best_fixed_ratio(config: RunConfig, ratios: Sequence[float] = RATIOS) -> tup
     return min(tried, key=lambda pair: (pair[1].wall_clock_s, pair[0]))
 
 
-def _needs(config: RunConfig, derived: Derived, trained: int, dropped: int) -> _Needs:
+def _needs(config: RunConfig, derived: Derived, trained: int, dropped: int, account: str) -> _Needs:
     emulated, rollout = config.emulated, config.actor_rollout_ref.rollout
     cycle, collection = derived.step_required_samples, derived.required_samples
     cycles = math.ceil(trained / cycle)
@@ -98,15 +111,17 @@ def _needs(config: RunConfig, derived: Derived, trained: int, dropped: int) -> _
     admissible = trained + ahead + dropped
     if derived.total_samples is not None:
         admissible = max(trained, min(admissible, derived.total_samples))
-    tokens = sorted(_tokens(config, uid) for uid in range(admissible))
-
-    batch = min(derived.max_num_seqs, config.async_training.concurrent_samples_per_replica * rollout.n)
-    token_s = (emulated.decode_base_s + emulated.decode_per_seq_s * batch) / batch
+    lengths = [_lengths(config, uid) for uid in range(admissible)]
+    tokens = sorted(map(sum, lengths))
+    samples = config.async_training.concurrent_samples_per_replica
+    batch = min(derived.max_num_seqs, samples * rollout.n)
     prompt_s = emulated.prompt_tokens / emulated.prefill_tokens_per_s
 
-    def work(chosen: Iterable[int]) -> float:
-        return math.fsum(count * token_s + prompt_s for count in chosen)
+    def cost(responses: list[int]) -> float:
+        steps = max(responses) / samples if account == "slots" else sum(responses) / batch
+        return emulated.decode_base_s * steps + emulated.decode_per_seq_s * sum(responses) + prompt_s
 
+    work = sorted(map(cost, lengths))
     fresh = max(0, trained - (cycles - 1) * ahead) if cycles else 0
     whole = trained // cycle
     last = _training_s(config, derived, tokens[: whole * collection])
@@ -117,9 +132,9 @@ def _needs(config: RunConfig, derived: Derived, trained: int, dropped: int) -> _
         training_s=_training_s(config, derived, tokens[:trained]),
         last_collections_s=last,
         syncs_s=emulated.sync_s * (cycles + 1) if standalone else 0.0,
-        work_s=work(tokens[:trained]),
-        fresh_s=work(tokens[:fresh]),
-        window_s=work(tokens[-derived.max_required_samples :]),
+        work_s=math.fsum(work[:trained]),
+        fresh_s=math.fsum(work[:fresh]),
+        window_s=math.fsum(work[-derived.max_required_samples :]),
         switch_s=emulated.wake_s + emulated.handover_s + emulated.sleep_s,
         cycles=cycles,
         hybrid=emulated.hybrid_speed * math.fsum(speed.get(name, 1.0) for name in hybrids),
@@ -127,12 +142,12 @@ def _needs(config: RunConfig, derived: Derived, trained: int, dropped: int) -> _
     )
 
 
-def _tokens(config: RunConfig, uid: int) -> int:
-    """Tokens of all responses of a sample."""
+def _lengths(config: RunConfig, uid: int) -> list[int]:
+    """Tokens of each response of a sample."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_response_length
     if rollout.ignore_eos:
-        return rollout.n * longest
-    return sum(min(longest, draw_length(config.emulated, config.trainer.seed, uid, i)) for i in range(rollout.n))
+        return [longest] * rollout.n
+    return [min(longest, draw_length(config.emulated, config.trainer.seed, uid, i)) for i in range(rollout.n)]
 
 
 def _training_s(config: RunConfig, derived: Derived, tokens: Sequence[int]) -> float:
@@ -171,8 +186,13 @@ def _enough(needs: _Needs, k: int, wall: float, without_s: float, work_s: float)
     lent = wall - needs.training_s - needs.syncs_s
     if lent < 0:
         return False
-    hybrid = min(needs.hybrid * max(0.0, lent - k * needs.switch_s), k * needs.window_s) if k else 0.0
     free = wall - needs.syncs_s - without_s
     # A replica that is lost may have done its work in any part of its life: no sync is taken off it.
     alone = math.fsum(speed * max(0.0, min(lost, free)) for speed, lost in needs.standalone)
+    hybrid = 0.0
+    if k:
+        beside = math.fsum(speed for speed, lost in needs.standalone if lost == math.inf)
+        enough = k * (needs.window_s + needs.hybrid * needs.switch_s) / (needs.hybrid + beside)
+        useful = min(lent, enough)  # lending longer only makes all replicas wait before a full window
+        hybrid = needs.hybrid * max(0.0, useful - k * needs.switch_s)
     return hybrid + alone >= work_s

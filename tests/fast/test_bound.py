@@ -82,6 +82,17 @@ def test_a_lost_replica_does_no_work_afterwards() -> None:
     assert 104.0 == pytest.approx(lower_bound(lost, 12, lending=False).seconds)
 
 
+def test_a_sample_holds_its_place_until_its_longest_response_ends() -> None:
+    """Two samples a replica, batches of two sequences only: whichever is scarcer counts.
+
+    Places: 12 x 10 / 2 = 60 s. Sequences: 12 x 20 / 2 = 120 s, as with one place and its two sequences.
+    """
+    few = scenario("async_training.concurrent_samples_per_replica=2", "actor_rollout_ref.rollout.max_num_seqs=2")
+    assert 124.0 == pytest.approx(lower_bound(few, 12, lending=False).seconds)
+    many = scenario("async_training.concurrent_samples_per_replica=2")
+    assert 64.0 == pytest.approx(lower_bound(many, 12, lending=False).seconds)
+
+
 POLICIES = ("static_fully_async", "default", "fixed_ratio")
 
 
