@@ -1,0 +1,131 @@
+"""Policies x scenarios: wall clock as a ratio to the best static split and to the clairvoyant bound. Emulated, virtual.
+
+    python benchmarks/policy_table.py [--quick] [--json FILE] [--scenario NAME]... [--policy NAME]...
+
+For each scenario of benchmarks/scenarios: the best static split of its GPUs (every split that divides into whole
+replicas, hybrids off), then each policy on the scenario's own split, the best `fixed_ratio` by search, and the bound
+for that split (`simulation/bound.py`). Below 1 in "to static" lending wins over the best split one could have chosen
+with hindsight; the last lines name the scenarios where it loses. --quick: four scenarios of six cycles, three ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)  # not benchmarks/: its queue.py hides the standard library's
+
+from hybridsched.config.schema import RunConfig
+from hybridsched.report.text import columns
+from hybridsched.simulation.bound import RATIOS, best_fixed_ratio, lower_bound
+from hybridsched.simulation.scenario import Played, load_scenario, play, splits, with_policy, with_split
+
+SCENARIOS = ROOT / "benchmarks" / "scenarios"
+QUICK = ("generation_bound", "training_bound", "slow_switch", "end_of_data")
+#: How much worse than another a policy may be and still count as equal.
+TOLERANCE = 0.01
+
+
+def best_static(config: RunConfig) -> Played:
+    """The fastest split of the same GPUs without lending. What a split loses its replicas to is left out of it."""
+    emulated = config.emulated.model_copy(update={"worker_lost_at_s": {}, "replica_speed": {}})
+    plain = {True: config, False: config.model_copy(update={"emulated": emulated})}
+    own = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    runs = []
+    for trainer_gpus, rollout_gpus in splits(config):
+        other = with_split(plain[trainer_gpus == own], trainer_gpus, rollout_gpus)
+        runs.append(play(with_policy(other, "static_fully_async")))
+    return min(runs, key=lambda run: run.wall_clock_s)
+
+
+def measure(path: Path, policies: list[str], ratios: tuple[float, ...], cycles: int | None) -> dict[str, Any]:
+    """All runs of one scenario."""
+    config = load_scenario(path, cycles=cycles).config
+    static = best_static(config)
+    runs = {name: play(with_policy(config, name)) for name in policies}
+    ratio, fixed = best_fixed_ratio(config, ratios)
+    runs[f"fixed_ratio*{ratio:g}"] = fixed
+    bound = lower_bound(config, min(run.trained for run in runs.values()))
+    times = {name: run.wall_clock_s for name, run in runs.items()}
+    gap = times["default"] - bound.seconds if "default" in times else 0.0
+    return {
+        "scenario": path.stem,
+        "static_split": f"{static.trainer_gpus}+{static.rollout_gpus}",
+        "static_s": static.wall_clock_s,
+        "bound_s": bound.seconds,
+        "bound": bound.reason,
+        "seconds": times,
+        "to_static": {name: time / static.wall_clock_s for name, time in times.items()},
+        "to_bound": {name: time / bound.seconds for name, time in times.items()},
+        "utilization": {name: run.utilization for name, run in runs.items()},
+        "gap_closed": {name: (times["default"] - time) / gap for name, time in times.items()} if gap > 0 else {},
+    }
+
+
+def table(rows: list[dict[str, Any]], policies: list[str]) -> str:
+    """One line a scenario: per policy ratio to static / ratio to bound."""
+    head = ["scenario", "best static", *policies, "fixed_ratio*", "bound", "lookahead closes"]
+    lines = [head]
+    for row in rows:
+        names = [*policies, next(name for name in row["seconds"] if name.startswith("fixed_ratio*"))]
+        cells = [f"{row['to_static'][name]:.3f} / {row['to_bound'][name]:.3f}" for name in names]
+        cells[-1] += f" ({names[-1].removeprefix('fixed_ratio*')})"
+        closed = row["gap_closed"].get("lookahead")
+        static = f"{row['static_split']} {row['static_s']:.0f} s"
+        lines.append(
+            [row["scenario"], static, *cells, f"{row['bound_s']:.0f} s", "-" if closed is None else f"{closed:+.0%}"]
+        )
+    return columns(lines)
+
+
+def losses(rows: list[dict[str, Any]], policies: list[str]) -> list[str]:
+    """Where lending is slower than the best static split, and where a policy is worse than `default`."""
+    found = []
+    for row in rows:
+        for name in policies:
+            ratio = row["to_static"][name]
+            if name != "static_fully_async" and ratio > 1 + TOLERANCE:
+                found.append(
+                    f"{row['scenario']}: {name} takes {ratio - 1:.1%} longer than static {row['static_split']}"
+                )
+        times = row["seconds"]
+        if "lookahead" in times and "default" in times:
+            worse = times["lookahead"] / times["default"] - 1
+            if worse > TOLERANCE:
+                found.append(f"{row['scenario']}: lookahead takes {worse:.1%} longer than default")
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="four short scenarios")
+    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--scenario", action="append", help="only these (file names without .yaml)")
+    parser.add_argument("--policy", action="append", help="only these; default: all three of ours")
+    options = parser.parse_args()
+    wanted = options.scenario or (QUICK if options.quick else None)
+    paths = [path for path in sorted(SCENARIOS.glob("*.yaml")) if wanted is None or path.stem in wanted]
+    policies = options.policy or ["static_fully_async", "default", "lookahead"]
+    ratios = (0.2, 0.5, 0.8) if options.quick else RATIOS
+    rows = []
+    for path in paths:
+        rows.append(measure(path, policies, ratios, 6 if options.quick and path.stem != "end_of_data" else None))
+        print(f"{path.stem}: {rows[-1]['bound']}", file=sys.stderr, flush=True)
+    print("emulated runs in virtual time; each cell: ratio to the best static split / ratio to the bound")
+    print(table(rows, policies))
+    for line in losses(rows, policies) or ["lending loses nowhere"]:
+        print(line)
+    if all("lookahead" in row["gap_closed"] for row in rows):
+        half = sum(row["gap_closed"]["lookahead"] >= 0.5 for row in rows)
+        print(f"lookahead closes at least half of the gap from default to the bound in {half} of {len(rows)} scenarios")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"emulated": True, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
