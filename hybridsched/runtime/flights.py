@@ -38,6 +38,7 @@ class InFlight:
     parked: bool = False
     tokens: int = 0  #: of its partials, when parked
     admitted_at: float = 0.0
+    retry_at: float = 0.0  #: compat: peer: not sent again before
     version: WeightVersion = FIRST  #: current when it was (re-)issued: not newer than its oldest token
 
 

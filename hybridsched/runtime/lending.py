@@ -7,6 +7,8 @@ every decision is an event with its reason; `update_after_step` runs once per ve
 
 from __future__ import annotations
 
+import asyncio
+import math
 from typing import Any
 
 from hybridsched.model import ReplicaKind, WeightVersion
@@ -27,6 +29,9 @@ from hybridsched.scheduling.cycle import (
 )
 from hybridsched.scheduling.policy import DynamicScheduleContext
 from hybridsched.scheduling.staleness import due_before_sync
+
+#: compat: peer: period at which it looks whether enough samples are there.
+PEER_POLL_S = 1.0
 
 
 class RebalanceIntent:
@@ -51,6 +56,7 @@ class Lending:
         self._policy = parts.services.policy
         self._intent = RebalanceIntent()
         self._policy._rollouter = self._intent
+        self._peer = self._config.async_training.compat == "peer"
         self._wait_times: list[float] = []
         self._wait_samples: list[int] = []
         self._waits: list[tuple[float, float]] = []
@@ -148,6 +154,7 @@ class Lending:
     async def _wait_for_enough(self) -> str:
         """Wait until completed-and-unconsumed reaches the target; returns the reason of the deactivation."""
         p = self._p
+        began = p.clock.now()
         ctx = self.context()
         answer, why = ask(
             lambda: self._policy.deactivate_wait_samples(ctx), self._d.step_required_samples, self._policy
@@ -169,9 +176,16 @@ class Lending:
                 policy_reason=why,
             )
             if p.intake.available() >= target.value:
+                await self._poll(began)
                 return f"{p.intake.available()} of {target.value} samples are there ({target.reason})"
             if self._left_s() <= 0 or not await p.changed.wait(self._left_s()):
                 return f"tenancy: deadlines.lending_s, {p.intake.available()} of {target.value} samples are there"
+
+    async def _poll(self, began: float) -> None:
+        """compat: peer: enough samples are noticed only at the next poll, whole periods after ``began``."""
+        waited = self._p.clock.now() - began
+        if self._peer and waited > 0:
+            await asyncio.sleep(math.ceil(waited / PEER_POLL_S) * PEER_POLL_S - waited)
 
     def _forced(self) -> Decision:
         p = self._p
@@ -211,9 +225,10 @@ class Lending:
         p = self._p
         p.rollouter.paused = "weight sync"
         cycle.sync = await p.synchronizer.sync(p.version)
-        p.rollouter.paused = ""
         if last:
             p.rollouter.paused = "end of the run"
+        elif not self._peer:
+            p.rollouter.paused = ""
 
     async def decide(self, cycle: CycleRecord, *, last: bool) -> None:
         """Ask whether to lend, lend, rebalance, let the policy learn."""
@@ -240,6 +255,8 @@ class Lending:
             self.skipped_syncs += 1
             p.log.event("sync", str(p.version), new="second sync skipped", reason=decision.reason)
         p.rollouter.reserve = 0
+        if self._peer and not last:
+            p.rollouter.paused = ""  # the peer starts new samples only after hybrids have joined
         p.rollouter.pump()
         if self._updated != p.version:
             self._updated = p.version
@@ -267,12 +284,11 @@ class Lending:
         """Even the load: after an abort it is even already; with kept requests only enough leases are moved."""
         p = self._p
         p.balancer.clear_sticky()
-        peer = self._config.async_training.compat == "peer"
-        if self._d.sync_mode == "abort" and not peer:
+        if self._d.sync_mode == "abort" and not self._peer:
             p.rollouter.pump()
             p.log.event("switch", "pool", new="rebalanced", reason="parked requests go to the least loaded")
             return
-        victims = p.rollouter.leases_to_move(everything=peer)
+        victims = p.rollouter.leases_to_move(everything=self._peer)
         p.log.event("switch", "pool", new="rebalanced", reason=f"{sum(map(len, victims.values()))} leases moved")
         bound = self._config.deadlines.call_s * self._config.deadlines.scale
         for replica, leases in victims.items():

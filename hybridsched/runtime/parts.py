@@ -32,6 +32,9 @@ from hybridsched.scheduling.utilization import CapacityIntegral, TenancyIntegral
 
 R = TypeVar("R")
 
+#: compat: peer: seconds an aborted request sleeps before its client sends it again.
+PEER_RETRY_S = 1.0
+
 
 class Parts:
     """Everything the controller works with."""
@@ -53,7 +56,9 @@ class Parts:
         self.incarnation = services.chains.new_incarnation()
         self.window = StalenessWindow(derived.max_required_samples)
         capacity = self._s * self._n
-        self.balancer = LoadBalancer(max_samples=self._s)
+        self._peer = config.async_training.compat == "peer"
+        # The peer bounds what it starts, not what a replica holds: aborted requests go to whoever is left.
+        self.balancer = LoadBalancer(max_samples=None if self._peer else self._s)
         val_n = config.actor_rollout_ref.rollout.val_kwargs.n
         self.validation_balancer = LoadBalancer(max_samples=max(1, capacity // val_n))
         self.pool = Pool(services.plan, (self.balancer, self.validation_balancer), capacity, services.log)
@@ -82,6 +87,9 @@ class Parts:
         self._activity: dict[str, str] = {}
         self.rollouter.current_version = lambda: self.version
         self.rollouter.on_active_change = self._on_active_change
+        if self._peer:
+            self.rollouter.retry_s = PEER_RETRY_S
+            self.rollouter.admission_limit = self._concurrency
         self.pool.on_ready_change = self._on_ready_change
         self.resources.on_tenancy = self._on_tenancy
 
@@ -229,6 +237,9 @@ class Parts:
 
     def _on_sync_resumed(self) -> None:
         """Standalone replicas hold the weights: parked leases go on, but only up to their share with hybrids."""
+        if self._peer:  # requests retry at once on what is there; new samples wait until everything else is done
+            self._on_capacity()
+            return
         lendable = len(self.resources.lendable())
         ready = self.pool.n_ready
         self.rollouter.reserve = self.rollouter.parked() * lendable // (lendable + ready) if lendable else 0
@@ -261,8 +272,11 @@ class Parts:
             self._activity.pop(replica, None)  # the pool logs what it does instead
 
     def _observe(self, running: int) -> None:
-        capacity = rollout_capacity(self.pool.n_ready, self._s, self.services.derived.max_required_samples)
-        self.capacity.observe(self.clock.now(), running, capacity)
+        self.capacity.observe(self.clock.now(), running, self._concurrency())
+
+    def _concurrency(self) -> int:
+        """Samples that may run together on what is READY."""
+        return rollout_capacity(self.pool.n_ready, self._s, self.services.derived.max_required_samples)
 
     def _set_activity(self, replica: str, what: str) -> None:
         if self._activity.get(replica) != what:

@@ -8,9 +8,10 @@ decide about lending. `pump()` is synchronous and idempotent: call it whenever s
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from hybridsched.model import Prompt, Purpose, SamplingParams, Verdict, WeightVersion
 from hybridsched.runlog.base import EventSink
@@ -54,7 +55,7 @@ class Rollouter:
         self._changed = changed
         self._incarnation_of = incarnation_of
         self._limit = min(limit, len(prompts))
-        self._next_lease = 1
+        self._leases = itertools.count(1)
         self._position = 0
         self._skip: set[int] = set()  # positions ahead that need no issuing (after a resume or rollback)
         self._flights: dict[int, InFlight] = {}
@@ -73,16 +74,14 @@ class Rollouter:
         self.wasted_tokens = 0
         self.reprefill_tokens = 0
         self.moved = 0
+        self.retry_s = 0.0  #: compat: peer: an aborted request rests so long
+        self.admission_limit: Callable[[], int] | None = None  #: compat: peer: samples in flight, over all replicas
         self.on_active_change: Callable[[str, int, int], None] | None = None
-        handlers: tuple[tuple[type, Any], ...] = (
-            (m.LeaseParked, self._on_parked),
-            (m.LeaseLost, self._on_lost),
-            (m.LeaseFailed, self._on_failed),
-            (m.SpaceReport, self._on_space),
-            (m.Beat, self._on_beat),
-        )
-        for kind, handler in handlers:
-            endpoint.on(kind, handler)
+        endpoint.on(m.LeaseParked, self._on_parked)
+        endpoint.on(m.LeaseLost, self._on_lost)
+        endpoint.on(m.LeaseFailed, self._on_failed)
+        endpoint.on(m.SpaceReport, self._on_space)
+        endpoint.on(m.Beat, self._on_beat)
 
     # --- what is there --------------------------------------------------------------------------------------------
 
@@ -130,9 +129,8 @@ class Rollouter:
         running = {f.token: f for f in self.flights() if f.purpose is Purpose.TRAIN and not f.parked}
         chosen = list(running) if everything else [move.lease for move in self.balancer.moves_to_even()]
         out: dict[str, list[int]] = {}
-        for token in chosen:
-            if token in running:
-                out.setdefault(running[token].replica, []).append(running[token].lease)
+        for flight in (running[token] for token in chosen if token in running):
+            out.setdefault(flight.replica, []).append(flight.lease)
         return out
 
     # --- admission ------------------------------------------------------------------------------------------------
@@ -149,6 +147,8 @@ class Rollouter:
                 pass
 
     def _issue_new(self) -> bool:
+        if self.admission_limit is not None and self.in_flight() >= self.admission_limit():
+            return False
         uid = self._position
         replica = self.balancer.choose(None, self._params.n)
         if replica is None:
@@ -175,7 +175,7 @@ class Rollouter:
     def _send(
         self, prompt: Prompt, uid: int, purpose: Purpose, params: SamplingParams, replica: str, issue: int, epoch: int
     ) -> None:
-        lease, token = self._new_lease(), self._balancer_of(purpose).acquire(replica, params.n)
+        lease, token = next(self._leases), self._balancer_of(purpose).acquire(replica, params.n)
         now = self._clock.now()
         flight = InFlight(lease, uid, purpose, replica, token, params.n, params.n, issue, admitted_at=now)
         flight.version = self.current_version()
@@ -196,10 +196,6 @@ class Rollouter:
                 issue=issue,
             ),
         )
-
-    def _new_lease(self) -> int:
-        self._next_lease += 1
-        return self._next_lease - 1
 
     def _balancer_of(self, purpose: Purpose) -> LoadBalancer:
         return self.balancer if purpose is Purpose.TRAIN else self._validation_balancer
@@ -242,13 +238,14 @@ class Rollouter:
 
     def _continue_one(self) -> bool:
         flight = next(iter(self._parked.values()))
+        if flight.retry_at > self._clock.now():  # they are parked in order: nobody behind it is due either
+            return False
         balancer = self._balancer_of(flight.purpose)
-        dst = balancer.choose(f"{flight.purpose.value}:{flight.uid}", flight.unfinished)
-        if dst is None:
+        if (dst := balancer.choose(f"{flight.purpose.value}:{flight.uid}", flight.unfinished)) is None:
             return False
         old, holder = flight.lease, flight.replica
         del self._parked[old], self._flights[old]
-        flight.lease, flight.token = self._new_lease(), balancer.acquire(dst, flight.unfinished)
+        flight.lease, flight.token = next(self._leases), balancer.acquire(dst, flight.unfinished)
         flight.replica, flight.parked = dst, False
         self._register(flight)
         self.reprefill_tokens += flight.tokens
@@ -263,6 +260,9 @@ class Rollouter:
         self._balancer_of(flight.purpose).release(flight.token)
         flight.parked, flight.unfinished, flight.tokens = True, parked.unfinished, parked.tokens
         self._parked[flight.lease] = flight
+        if self.retry_s:
+            flight.retry_at = self._clock.now() + self.retry_s
+            asyncio.get_running_loop().call_later(self.retry_s + 1e-6, self.pump)  # never a rounding error early
         self._count(flight, -1)
         self._changed.notify()
 
