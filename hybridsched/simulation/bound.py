@@ -155,7 +155,8 @@ def _training_s(config: RunConfig, derived: Derived, tokens: Sequence[int]) -> f
     emulated, actor = config.emulated, config.actor_rollout_ref.actor
     speed = emulated.train_tokens_per_s * derived.n_trainer_gpus**emulated.train_efficiency
     steps = len(tokens) // actor.ppo_mini_batch_size
-    return float(actor.ppo_epochs * (steps * emulated.train_fixed_s + sum(tokens) / speed))
+    prompts = len(tokens) * config.actor_rollout_ref.rollout.n * emulated.prompt_tokens  # once per response
+    return float(actor.ppo_epochs * (steps * emulated.train_fixed_s + (sum(tokens) + prompts) / speed))
 
 
 def _with_switches(needs: _Needs, k: int) -> Bound:
@@ -195,4 +196,4 @@ def _enough(needs: _Needs, k: int, wall: float, without_s: float, work_s: float)
         enough = k * (needs.window_s + needs.hybrid * needs.switch_s) / (needs.hybrid + beside)
         useful = min(lent, enough)  # lending longer only makes all replicas wait before a full window
         hybrid = needs.hybrid * max(0.0, useful - k * needs.switch_s)
-    return hybrid + alone >= work_s
+    return hybrid + alone >= work_s * (1.0 - _PRECISION)

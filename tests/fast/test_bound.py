@@ -11,7 +11,7 @@ from hybridsched.simulation.bound import best_fixed_ratio, lower_bound
 from hybridsched.simulation.scenario import load_scenario, play, with_policy
 
 #: One trainer GPU, one rollout GPU; R = 2, K = 2, S = 4. 10 tokens a response, 2 responses a sample, batches of 2.
-#: A decode step takes 1 s whatever runs, so a sample (20 tokens) is 10 s of a replica; training one takes 5 s.
+#: A decode step takes 1 s whatever runs, so a sample is 10 s of a replica; training one (22 tokens) takes 5.5 s.
 HAND = (
     "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
@@ -46,9 +46,9 @@ def test_without_lending_generation_takes_its_work_and_the_syncs() -> None:
 
 
 def test_lending_shares_the_work() -> None:
-    """Trainer: 60 s of training, 4 of syncs, x lent; work 120 = (60 + x) + (x - 3): x = 31.5, wall 95.5."""
+    """Trainer: 66 s of training, 4 of syncs, x lent; work 120 = (66 + x) + (x - 3): x = 28.5, wall 98.5."""
     bound = lower_bound(scenario(), 12)
-    assert (95.5, 31.5) == (pytest.approx(bound.seconds), pytest.approx(bound.lent_s))
+    assert (98.5, 28.5) == (pytest.approx(bound.seconds), pytest.approx(bound.lent_s))
     assert 1 == bound.activations
 
 
@@ -59,21 +59,21 @@ def test_one_activation_finds_no_more_than_a_window_of_samples() -> None:
 
 
 def test_training_bound_is_training_and_syncs() -> None:
-    """12 samples x 20 tokens at 0.5 tokens/s = 480 s, 4 syncs."""
+    """12 samples x 22 tokens at 0.5 tokens/s = 528 s, 4 syncs."""
     bound = lower_bound(scenario("emulated.train_tokens_per_s=0.5"), 12)
-    assert (484.0, 0, "training") == (pytest.approx(bound.seconds), bound.activations, bound.limit)
+    assert (532.0, 0, "training") == (pytest.approx(bound.seconds), bound.activations, bound.limit)
 
 
 def test_a_closed_window_keeps_the_last_collection_from_overlapping() -> None:
-    """Staleness 0: the 120 s of generation and the last collection (10 s) of each of 3 cycles exclude each other."""
+    """Staleness 0: the 120 s of generation and the last collection (11 s) of each of 3 cycles exclude each other."""
     bound = lower_bound(scenario("async_training.staleness_threshold=0"), 12, lending=False)
-    assert (120 + 4 + 30, "window") == (pytest.approx(bound.seconds), bound.limit)
+    assert (120 + 4 + 33, "window") == (pytest.approx(bound.seconds), bound.limit)
 
 
 def test_colocated_runs_need_a_switch_or_more() -> None:
-    """No standalone replica: 120 s of work, 60 s of training, no broadcast, two activations (a window holds 8)."""
+    """No standalone replica: 120 s of work, 66 s of training, no broadcast, two activations (a window holds 8)."""
     bound = lower_bound(scenario("rollout.nnodes=0"), 12)
-    assert (120 + 60 + 2 * 3, 2) == (pytest.approx(bound.seconds), bound.activations)
+    assert (120 + 66 + 2 * 3, 2) == (pytest.approx(bound.seconds), bound.activations)
 
 
 def test_a_lost_replica_does_no_work_afterwards() -> None:
