@@ -206,13 +206,6 @@ def _enter(folder: Path, config: RunConfig, identity: dict[str, Any], *, resume:
     return str(existing["run_id"])
 
 
-def _require_not_running(folder: Path, *, remove: bool) -> None:
-    """Its processes read the configuration again whenever one of them is restarted."""
-    from hybridsched.sample_queue.owner import identity_of_this_process, require_not_running
-
-    require_not_running(folder, identity_of_this_process(), in_doubt=remove)
-
-
 def _require_fresh(folder: Path, existing: dict[str, Any] | None, force: bool) -> None:
     if not folder.exists():
         return

@@ -188,26 +188,6 @@ def current_owner(run_folder: Path) -> OwnerRecord | None:
         ) from error
 
 
-def require_not_running(
-    run_folder: Path,
-    identity: OwnerIdentity,
-    is_alive: Callable[[OwnerIdentity], bool] = process_is_alive,
-    *,
-    in_doubt: bool,
-) -> None:
-    """Before a launcher touches the folder: OwnershipLost when its owner is at work.
-
-    in_doubt: refuse also when nobody can tell (another host, another container), as one must before removing a run;
-    else that is left to `OwnerFence.claim`, which knows more.
-    """
-    owner = current_owner(run_folder)
-    if owner is None:
-        return
-    refusal = _why_not(owner, identity, is_alive, never_gone)
-    if refusal and (in_doubt or (owner.identity.host == identity.host and is_alive(owner.identity))):
-        raise OwnershipLost(_story(run_folder, owner, refusal))
-
-
 def _why_not(
     owner: OwnerRecord,
     me: OwnerIdentity,
