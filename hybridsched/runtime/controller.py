@@ -41,6 +41,7 @@ class Controller:
         self._validation = Validation(parts)
         self._recovery = Recovery(parts)
         self._outcomes: deque[str] = deque(maxlen=STALL_WINDOW)
+        self._last_failure = ""
         self._announced = 0  # segments
         self._collector = Collector(
             parts, self._lending, Hooks(self._check, lambda: self._cycle, self._status, self._activity)
@@ -281,6 +282,8 @@ class Controller:
         flight = parts.rollouter.on_completed(done, src)
         if flight is not None and flight.purpose.value == "train":
             self._outcomes.append(done.verdict or "good")
+            if done.verdict == "failed":
+                self._last_failure = f"; the last failure: {done.reason}"
             cycle = self._cycle
             cycle.generation_s.append(self._s.clock.now() - flight.admitted_at)
             cycle.spans.append(done.version_span)
@@ -319,8 +322,9 @@ class Controller:
         if failed > limit or (seen == STALL_WINDOW and filtered == 1.0):
             raise RunStalled(
                 f"of the last {seen} samples {failed:.0%} failed, {filtered:.0%} were filtered and "
-                f"{1 - failed - filtered:.0%} can be trained on (reward.max_failed_fraction = {limit:.0%}); see why:"
-                " hybridsched explain RUN samples"
+                f"{1 - failed - filtered:.0%} can be trained on (reward.max_failed_fraction = {limit:.0%})"
+                f"{self._last_failure}. Every sample's reason: hybridsched explain RUN samples; tracebacks of the "
+                "reward function: agent.*.reward.*.log among the logs"
             )
 
     def _stop_if_asked(self) -> None:

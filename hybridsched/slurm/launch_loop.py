@@ -7,7 +7,7 @@ Invariants
     on the MPI, on who died and in which order.
     Between two attempts, and after the last one, no process of this launch is left.
     Only faults are tried again (exit codes 1, 4 and signals). Wrong input (2), a lost run folder (3), a broken rule
-    (70), a requeue (75) and an orderly stop (130) would end the same way, or are what somebody wanted.
+    (70), a requeue (75), an orderly stop (130) and a stalled run would end the same way, or are what somebody wanted.
     The first Ctrl-C (or SIGTERM, SIGHUP) asks rank 0 to stop in order, the second one kills. Neither waits without a
     bound.
 
@@ -31,7 +31,7 @@ from types import FrameType, TracebackType
 from typing import Any, TextIO
 
 from hybridsched.config.schema import RunConfig
-from hybridsched.errors import FaultError, Interrupted
+from hybridsched.errors import FaultError, Interrupted, RunStalled
 from hybridsched.runtime.adapters.attempt import Ending, new_attempt, read_exits, read_result
 from hybridsched.runtime.adapters.lifeline import private_folder, tag_of
 from hybridsched.runtime.prepare import PreparedRun
@@ -105,6 +105,11 @@ class Outcome:
     def code(self) -> int:
         """Exit code of the run, if this was the last attempt."""
         return self.ending.exit_code
+
+    @property
+    def is_tried_again(self) -> bool:
+        """Whether another attempt may end better: not when everything was filtered or failing."""
+        return is_tried_again(self.code) and self.ending.kind != RunStalled.__name__
 
 
 def is_tried_again(code: int) -> bool:
@@ -198,7 +203,7 @@ class _Loop:
         resume = self._run.resume
         outcome = self._attempt(resume=resume)
         for used in range(1, faults.attempts):
-            if outcome.left or not is_tried_again(outcome.code) or self._interruptions.count:
+            if outcome.left or not outcome.is_tried_again or self._interruptions.count:
                 break
             pause = faults.backoff_s * 2 ** (used - 1)
             self._say(

@@ -188,7 +188,10 @@ class ProcessRewardPool:
     """The reward processes of one node."""
 
     def __init__(self, config: RunConfig, context: PoolContext, name: str | None = None) -> None:
-        """Logs are ``<attempt folder>/<name>.reward.<i>.log``; name: of this node, e.g. "agent.2" (None: host, pid)."""
+        """Logs are ``<attempt folder>/logs/<name>.reward.<i>.log``.
+
+        name: of this node, e.g. "agent.2" (None: host and pid).
+        """
         name = name or f"{socket.gethostname()}.{os.getpid()}"
         model = config.actor_rollout_ref.model
         tokenizer = model.tokenizer_path or model.path
@@ -198,7 +201,7 @@ class ProcessRewardPool:
         self._timeout_s = config.reward.timeout_s
         self._queue_s = settings.reward_queue_s(config)
         self._processes = [
-            _Process(setup, Path(context.attempt_folder) / f"{name}.reward.{i}.log", start_s)
+            _Process(setup, Path(context.attempt_folder) / "logs" / f"{name}.reward.{i}.log", start_s)
             for i in range(config.reward.workers)
         ]
         self._idle: asyncio.Queue[_Process] = asyncio.Queue()
