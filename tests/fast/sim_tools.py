@@ -49,6 +49,11 @@ def verdicts(run: SimulatedRun) -> Counter[str]:
     entries = read_chain(run.disk, "ledger", newest)
     uids = [entry["uid"] for entry in entries]
     assert len(uids) == len(set(uids)), "a sample has two verdicts"
+    chain = newest_incarnation(run.disk, "accept")
+    assert chain is not None
+    accepted = {entry["uid"] for entry in read_chain(run.disk, "accept", chain)}
+    trained = {entry["uid"] for entry in entries if entry["verdict"] == "trained"}
+    assert trained <= accepted, f"trained but never accepted: {sorted(trained - accepted)}"
     return Counter(entry["verdict"] for entry in entries)
 
 
