@@ -71,6 +71,7 @@ class Intake:
         self._wake = asyncio.Event()
         self._written = Signal()
         self._busy = False
+        self.closed = False  #: the run ends: rows that become durable now wait for a resume
         self.blocked = ""  #: why the logs cannot be written now
 
     # --- what is there --------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ class Intake:
 
     def on_sealed(self, segment: SegmentId, rows: Sequence[SampleRow]) -> list[int]:
         """Rows are durable. Returns the new uids; twins of known ones are reported and left."""
-        if segment in self._known:
+        if segment in self._known or self.closed:
             return []
         self._known.add(segment)
         fresh: list[int] = []
@@ -273,9 +274,7 @@ class Intake:
         for segment in segments:
             self._spent.pop(segment, None)
 
-    def restore(
-        self, rows: Mapping[SegmentId, Sequence[SampleRow]], accepted: Sequence[RowRef], position: int
-    ) -> int:
+    def restore(self, rows: Mapping[SegmentId, Sequence[SampleRow]], accepted: Sequence[RowRef], position: int) -> int:
         """After a resume or rollback: queue every durable row whose uid is not done.
 
         ``accepted`` gives the order: the accept log of the incarnation before, whole. Only its first ``position``
