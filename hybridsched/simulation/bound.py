@@ -156,7 +156,8 @@ def _training_s(config: RunConfig, derived: Derived, tokens: Sequence[int]) -> f
     speed = emulated.train_tokens_per_s * derived.n_trainer_gpus**emulated.train_efficiency
     steps = len(tokens) // actor.ppo_mini_batch_size
     prompts = len(tokens) * config.actor_rollout_ref.rollout.n * emulated.prompt_tokens  # once per response
-    return float(actor.ppo_epochs * (steps * emulated.train_fixed_s + (sum(tokens) + prompts) / speed))
+    moving = (sum(tokens) + prompts) / speed
+    return float(actor.ppo_epochs * (steps * emulated.train_fixed_s + moving))
 
 
 def _with_switches(needs: _Needs, k: int) -> Bound:

@@ -87,9 +87,10 @@ def test_a_sample_holds_its_place_until_its_longest_response_ends() -> None:
 
     Places: 12 x 10 / 2 = 60 s. Sequences: 12 x 20 / 2 = 120 s, as with one place and its two sequences.
     """
-    few = scenario("async_training.concurrent_samples_per_replica=2", "actor_rollout_ref.rollout.max_num_seqs=2")
+    two = ("async_training.concurrent_samples_per_replica=2", "emulated.train_tokens_per_s=50")
+    few = scenario(*two, "actor_rollout_ref.rollout.max_num_seqs=2")
     assert 124.0 == pytest.approx(lower_bound(few, 12, lending=False).seconds)
-    many = scenario("async_training.concurrent_samples_per_replica=2")
+    many = scenario(*two)
     assert 64.0 == pytest.approx(lower_bound(many, 12, lending=False).seconds)
 
 
