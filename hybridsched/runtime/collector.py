@@ -15,6 +15,7 @@ from hybridsched.errors import DeadlineExceeded
 from hybridsched.model import ReplicaKind, SampleRow, SegmentId, Verdict
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.cycle_record import CollectionRecord, CycleRecord
+from hybridsched.runtime.gather import outcomes
 from hybridsched.runtime.lending import Lending
 from hybridsched.runtime.parts import Parts
 from hybridsched.scheduling.cycle import CollectionTarget, collection_target, step_wait_samples
@@ -121,10 +122,15 @@ class Collector:
                 self._s.endpoint.tell(replica, m.Flush("collection needs the rows"))
 
     async def flush_all(self, reason: str) -> None:
-        for name in self.parts.pool.names():
-            if self.parts.pool.is_up(name):
-                self._s.endpoint.tell(name, m.Flush(reason))
-        await self.parts.changed.wait(self._config.queue.seal_age_s)
+        """Everything finished is durable and announced when this returns (replicas that do not answer aside)."""
+        up = [name for name in self.parts.pool.names() if self.parts.pool.is_up(name)]
+        bound = self._config.deadlines.call_s * self._config.deadlines.scale
+        calls = [
+            self._s.endpoint.call(name, m.Flush(reason), m.Ok, deadline_s=bound, what="flushing samples") for name in up
+        ]
+        for name, result in zip(up, await outcomes(calls), strict=True):
+            if isinstance(result, BaseException):
+                self.parts.log.event("fault", name, new="not flushed", reason=str(result))
 
     def _drop_stale(self) -> None:
         """Strategy drop: accepted samples beyond max_off_policy_threshold get the verdict `stale`."""
@@ -174,6 +180,7 @@ class Collector:
         record.load_s += self._s.clock.now() - began
         order = m.TrainCollection(self._collection_id, parts.version, index)
         results = await parts.trainers([order] * len(ranks), m.Trained, deadlines.train_s * deadlines.scale, "training")
+        self._lending.note_trained(self._s.clock.now() - began)
         result = results[0]
         record.timing_s, record.train = result.timing_s, result.metrics
         record.tokens, record.samples = sum(r.n_tokens for r in results), len(rows)

@@ -19,6 +19,7 @@ from hybridsched.runtime.cycle_record import CollectionRecord, CycleRecord, RunS
 from hybridsched.runtime.lending import Lending
 from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.recovery import Recovery
+from hybridsched.runtime.space import watch_space
 from hybridsched.runtime.validation import Validation
 from hybridsched.scheduling.cycle import (
     end_of_data,
@@ -70,6 +71,7 @@ class Controller:
             spawn(parts.intake.scribe(self._config.queue.retry_s), "scribe of accept log and ledger"),
             spawn(self._scan_forever(), "looking for unannounced segments"),
             spawn(self._measure_lag(), "measuring event-loop lag"),
+            spawn(watch_space(parts), "watching free space"),
         ]
         try:
             await parts.fleet.start_engines()
@@ -150,10 +152,12 @@ class Controller:
         parts.log.event("run", "run", new="stopped", reason=reason)
 
     async def _surplus(self) -> None:
-        """What is left over at the end gets its verdict, so that every sample has one."""
+        """What is left over at the end gets its verdict, so that every accepted sample has one."""
         parts = self.parts
-        parts.rollouter.paused = "end of the run"
+        parts.rollouter.paused = "the run ends"
         await self._collector.flush_all("end of the run")
+        parts.intake.closed = True
+        await parts.settled()
         for row in list(parts.intake.queue):
             parts.intake.verdict(row.sample_uid, Verdict.SURPLUS, row=row)
         parts.intake.queue.clear()
@@ -286,6 +290,7 @@ class Controller:
                 self._last_failure = f"; the last failure: {done.reason}"
             cycle = self._cycle
             cycle.generation_s.append(self._s.clock.now() - flight.admitted_at)
+            parts.service_s.append(flight.served_s)
             cycle.spans.append(done.version_span)
             cycle.rewards.extend(r for r in done.rewards if r is not None)
             cycle.lengths.extend(done.n_tokens)

@@ -40,6 +40,16 @@ class InFlight:
     admitted_at: float = 0.0
     retry_at: float = 0.0  #: compat: peer: not sent again before
     version: WeightVersion = FIRST  #: current when it was (re-)issued: not newer than its oldest token
+    served_s: float = 0.0  #: seconds spent on replicas under earlier leases
+    since: float | None = None  #: on a replica since then; None: parked
+
+    def served(self, now: float) -> float:
+        """Seconds spent on replicas so far."""
+        return self.served_s + (0.0 if self.since is None else now - self.since)
+
+    def moved(self, now: float, on_replica: bool) -> None:
+        """It came onto a replica, or left it."""
+        self.served_s, self.since = self.served(now), now if on_replica else None
 
 
 @dataclass(slots=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from typing import Any
 
-from hybridsched.model import ReplicaKind, WeightVersion
+from hybridsched.model import Purpose, ReplicaKind, WeightVersion
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.cycle_record import CycleRecord
 from hybridsched.runtime.parts import Parts
@@ -60,6 +61,8 @@ class Lending:
         self._wait_times: list[float] = []
         self._wait_samples: list[int] = []
         self._waits: list[tuple[float, float]] = []
+        self._train_s: deque[float] = deque(maxlen=self._config.async_training.trigger_parameter_sync_step)
+        self._sync_s = 0.0
         self._lent_at = 0.0
         self._updated: WeightVersion | None = None
         self.skipped_syncs = 0
@@ -75,6 +78,10 @@ class Lending:
         """... and had to wait so long (sealing excluded)."""
         self._wait_times.append(seconds)
 
+    def note_trained(self, seconds: float) -> None:
+        """A collection was loaded and trained on in so long."""
+        self._train_s.append(seconds)
+
     def new_cycle(self) -> None:
         """A cycle ended."""
         self._wait_times, self._wait_samples, self._waits = [], [], []
@@ -88,7 +95,7 @@ class Lending:
         p, d = self._p, self._d
         number = p.version.number
         available = p.intake.available()
-        resources = p.resources
+        resources, now = p.resources, p.clock.now()
         return DynamicScheduleContext(
             required_samples=d.required_samples,
             trigger_parameter_sync_step=self._config.async_training.trigger_parameter_sync_step,
@@ -109,7 +116,14 @@ class Lending:
             hybrid_replicas=len(resources.lendable()) + len(resources.lent),
             standalone_replicas=len(p.pool.ready(ReplicaKind.STANDALONE)),
             weight_version=number,
-            now_s=p.clock.now(),
+            now_s=now,
+            window_room=p.window.room(),
+            lent_replicas=len(p.pool.ready(ReplicaKind.HYBRID)),
+            samples_per_replica=self._config.async_training.concurrent_samples_per_replica,
+            service_s=list(p.service_s),
+            served_s=[f.served(now) for f in p.rollouter.flights() if f.purpose is Purpose.TRAIN],
+            train_s=list(self._train_s),
+            sync_s=self._sync_s,
         )
 
     # --- while hybrids are lent -----------------------------------------------------------------------------------
@@ -225,6 +239,7 @@ class Lending:
         p = self._p
         p.rollouter.paused = "weight sync"
         cycle.sync = await p.synchronizer.sync(p.version)
+        self._sync_s = cycle.sync.seconds
         if last:
             p.rollouter.paused = "end of the run"
         elif not self._peer:

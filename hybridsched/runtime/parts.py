@@ -6,6 +6,7 @@ decisions here: `controller.py`, `lending.py`, `recovery.py` and `validation.py`
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -32,6 +33,9 @@ from hybridsched.scheduling.utilization import CapacityIntegral, TenancyIntegral
 
 R = TypeVar("R")
 
+#: Completed samples whose time on replicas policies are told.
+SERVICE_HISTORY = 256
+
 #: compat: peer: seconds an aborted request sleeps before its client sends it again.
 PEER_RETRY_S = 1.0
 
@@ -51,6 +55,7 @@ class Parts:
         self.collections = 0
         self.optimizer_steps = 0
         self.trained = 0
+        self.service_s: deque[float] = deque(maxlen=SERVICE_HISTORY)
         self._s = config.async_training.concurrent_samples_per_replica
         self._n = config.actor_rollout_ref.rollout.n
         self.incarnation = services.chains.new_incarnation()

@@ -392,7 +392,8 @@ class Rollouter:
         self._count(flight, +1)
 
     def _count(self, flight: InFlight, change: int) -> None:
-        """Follow how many training samples run, and how many leases each replica has (activity, utilization)."""
+        """Follow how long a sample and how many of them run, and the leases of each replica (activity, utilization)."""
+        flight.moved(self._clock.now(), change > 0)
         if flight.purpose is Purpose.TRAIN:
             self._running += change
         now = self._on_replica[flight.replica] = self._on_replica.get(flight.replica, 0) + change

@@ -7,6 +7,7 @@ from sim_tools import config, events, simulate, verdicts
 
 from hybridsched.errors import RunStalled
 from hybridsched.scheduling import DynamicScheduleContext, DynamicSchedulePolicyBase
+from hybridsched.simulation.storage import newest_incarnation, read_chain
 from hybridsched.simulation.world import SimulatedRun
 
 
@@ -191,6 +192,7 @@ def test_an_empty_data_set_ends_at_once() -> None:
     assert run.summary.activations == 0
 
 
+@pytest.mark.timeout(600)
 def test_filtered_samples_give_their_place_back_and_lending_goes_on() -> None:
     """40 % of the samples filtered for 1,000 cycles: lending still happens whenever the trainer starves."""
     run = simulate(
@@ -264,3 +266,13 @@ def test_the_window_is_never_exceeded_and_every_step_leaves_consistent_books() -
         assert parts.rollouter.in_flight() == parts.window.in_flight
 
     simulate(on_step=audit)
+
+
+def test_every_accepted_sample_has_a_verdict_when_the_run_ends_early() -> None:
+    run = simulate("trainer.total_training_steps=3", "emulated.dataset_size=400")
+    chain = newest_incarnation(run.disk, "accept")
+    assert chain is not None
+    accepted = {entry["uid"] for entry in read_chain(run.disk, "accept", chain)}
+    counts = verdicts(run)
+    assert counts["trained"] == 24
+    assert sum(counts.values()) == len(accepted)
