@@ -286,13 +286,13 @@ class Rollouter:
                 self._balancer_of(flight.purpose).update(flight.token, unfinished)
 
     def _on_space(self, report: m.SpaceReport, src: str) -> None:
-        was = bool(self.blocked)
+        was = src in self.blocked
         if report.blocked:
             self.blocked[src] = report.text
         else:
             self.blocked.pop(src, None)
-        if was != bool(self.blocked):
-            self._log.event("fault", src, new="disk full" if self.blocked else "space again", reason=report.text)
+        if was != report.blocked:
+            self._log.event("fault", src, new="disk full" if report.blocked else "space again", reason=report.text)
         self.pump()
         self._changed.notify()
 

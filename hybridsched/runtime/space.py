@@ -1,7 +1,7 @@
 """Watches the free space of the run folder: below queue.min_free_bytes no new sample is admitted.
 
-Owns the controller's entry in ``Rollouter.blocked``. What is under way goes on, and finished samples are kept by whoever
-holds them: this only keeps a disk that is filling up from becoming a full one. Does not: remove anything.
+Owns the controller's entry in ``Rollouter.blocked``. What is under way goes on, and finished samples are kept by
+whoever holds them: this only keeps a disk that is filling up from becoming a full one. Does not: remove anything.
 """
 
 from __future__ import annotations
