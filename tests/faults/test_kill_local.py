@@ -247,7 +247,7 @@ def fill(folder: Path) -> Path:
 
 def test_a_full_disk_stops_admission_and_loses_nothing(run_yaml: Path, small_disk: Path) -> None:
     steps = 4
-    room = ["queue.min_free_bytes=1000000", "queue.retry_s=0.5"]
+    room = ["queue.min_free_bytes=1000000", "queue.seal_bytes=100000", "queue.retry_s=0.5"]
     with real_run(run_yaml, small_disk / "run", *SLOW, *room, f"trainer.total_training_steps={steps}") as run:
         run.start()
         run.wait_cycles(1)
