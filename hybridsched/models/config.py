@@ -110,6 +110,8 @@ class ModelConfig:
                 eos_token_ids=_ids(raw.get("eos_token_id")),
                 pad_token_id=_optional_id(raw.get("pad_token_id")),
             )
+        except DataError as error:  # of __post_init__, which knows no file
+            raise DataError(str(error).replace("model config:", f"{source}:", 1)) from error
         except KeyError as error:
             raise DataError(f"{source}: key {error.args[0]!r} is missing; the file must describe the model") from error
         except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
