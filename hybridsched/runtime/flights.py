@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from hybridsched.model import Prompt, Purpose, SamplingParams, WeightVersion
 from hybridsched.runtime import messages as m
-from hybridsched.scheduling.load_balancer import ReplicaLease
+from hybridsched.scheduling.load_balancer import LoadBalancer, ReplicaLease
 
 #: The weights a run starts with.
 FIRST = WeightVersion(0, 0)
@@ -66,3 +66,14 @@ class ValidationRun:
     def done(self) -> bool:
         """All samples came back."""
         return len(self.results) == len(self.prompts)
+
+
+def leases_to_move(flights: Iterable[InFlight], balancer: LoadBalancer, *, everything: bool) -> dict[str, list[int]]:
+    """Running training leases to abort so that the load becomes even: replica -> leases."""
+    running = {f.token: f for f in flights if f.purpose is Purpose.TRAIN and not f.parked}
+    chosen = list(running) if everything else [move.lease for move in balancer.moves_to_even()]
+    out: dict[str, list[int]] = {}
+    for token in chosen:
+        if token in running:
+            out.setdefault(running[token].replica, []).append(running[token].lease)
+    return out

@@ -15,6 +15,7 @@ from typing import Any
 from hybridsched.model import Purpose, ReplicaKind, WeightVersion
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.cycle_record import CycleRecord
+from hybridsched.runtime.flights import leases_to_move
 from hybridsched.runtime.parts import Parts
 from hybridsched.scheduling.cycle import (
     Decision,
@@ -303,7 +304,7 @@ class Lending:
             p.rollouter.pump()
             p.log.event("switch", "pool", new="rebalanced", reason="parked requests go to the least loaded")
             return
-        victims = p.rollouter.leases_to_move(everything=self._peer)
+        victims = leases_to_move(p.rollouter.flights(), p.balancer, everything=self._peer)
         p.log.event("switch", "pool", new="rebalanced", reason=f"{sum(map(len, victims.values()))} leases moved")
         bound = self._config.deadlines.call_s * self._config.deadlines.scale
         for replica, leases in victims.items():

@@ -124,15 +124,6 @@ class Rollouter:
         """Version under which each training sample in flight began."""
         return {f.uid: f.version for f in self._flights.values() if f.purpose is Purpose.TRAIN}
 
-    def leases_to_move(self, *, everything: bool) -> dict[str, list[int]]:
-        """Running training leases to abort so that the load becomes even: replica -> leases."""
-        running = {f.token: f for f in self.flights() if f.purpose is Purpose.TRAIN and not f.parked}
-        chosen = list(running) if everything else [move.lease for move in self.balancer.moves_to_even()]
-        out: dict[str, list[int]] = {}
-        for flight in (running[token] for token in chosen if token in running):
-            out.setdefault(flight.replica, []).append(flight.lease)
-        return out
-
     # --- admission ------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
