@@ -20,7 +20,6 @@ from hybridsched.runtime.lending import Lending
 from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.recovery import Recovery
 from hybridsched.runtime.space import watch_space
-from hybridsched.runtime.space import watch_space
 from hybridsched.runtime.validation import Validation
 from hybridsched.scheduling.cycle import (
     end_of_data,
@@ -72,7 +71,6 @@ class Controller:
             spawn(parts.intake.scribe(self._config.queue.retry_s), "scribe of accept log and ledger"),
             spawn(self._scan_forever(), "looking for unannounced segments"),
             spawn(self._measure_lag(), "measuring event-loop lag"),
-            spawn(watch_space(parts), "watching free space"),
             spawn(watch_space(parts), "watching free space"),
         ]
         try:
