@@ -235,6 +235,7 @@ class Controller:
         await parts.trainers_same(
             m.BeginCycle(parts.version), m.Ok, self._config.deadlines.switch_s, "beginning a cycle"
         )
+        self._activity("wait")
         number = parts.version.number
         due = last or (trainer.save_freq > 0 and number > 0 and number % trainer.save_freq == 0)
         folder = await self._recovery.save_trainer(self._cycle) if (due if checkpoint is None else checkpoint) else None
