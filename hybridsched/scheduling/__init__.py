@@ -10,6 +10,7 @@ from __future__ import annotations
 from hybridsched.scheduling.policies import (
     DefaultDynamicSchedulePolicy,
     FixedRatioDynamicSchedulePolicy,
+    LookaheadDynamicSchedulePolicy,
     StaticFullyAsyncPolicy,
 )
 from hybridsched.scheduling.policy import (
@@ -25,6 +26,7 @@ __all__ = [
     "DynamicScheduleContext",
     "DynamicSchedulePolicyBase",
     "FixedRatioDynamicSchedulePolicy",
+    "LookaheadDynamicSchedulePolicy",
     "StaticFullyAsyncPolicy",
     "build_policy",
     "register_policy",

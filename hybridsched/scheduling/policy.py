@@ -62,6 +62,14 @@ class DynamicScheduleContext:
     weight_version: int = 0  #: number of the current weight version
     now_s: float = 0.0  #: run clock; only differences mean something
 
+    window_room: int | None = None  #: samples that may still be admitted; None: not told, as are all that follow
+    lent_replicas: int = 0  #: hybrids that generate right now
+    samples_per_replica: int = 0  #: samples a replica works on at a time (concurrent_samples_per_replica)
+    service_s: list[float] = field(default_factory=list)  #: of the last completed samples: seconds spent on replicas
+    served_s: list[float] = field(default_factory=list)  #: ... of those in flight, so far
+    train_s: list[float] = field(default_factory=list)  #: training time of the last collections, without any waiting
+    sync_s: float = 0.0  #: duration of the last weight sync
+
     step_required_samples: int = field(init=False)  #: S = R x K, derived
 
     def __post_init__(self) -> None:

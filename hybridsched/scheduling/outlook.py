@@ -1,0 +1,214 @@
+"""A few sync cycles played forward from the numbers a policy is told: when would they end if hybrids were taken back
+at this or that queue length?
+
+Owns ``Outlook`` (the situation) and ``play_forward``. Where ``scheduling/forecast.py`` knows every sequence of one
+replica, this model knows only what the controller measures: replicas are *places* for samples, and a sample keeps its
+place for the seconds other samples were seen to need (``service_times``: completed ones, and those still in flight as
+lower limits, so that long samples are not forgotten because they are not done yet). Events are the completions of the
+samples of a few cycles; more than ``GRAIN`` samples a cycle are played in groups, so a decision costs the same at any
+size.
+
+Invariants: pure and deterministic (durations are quantiles taken in golden-ratio order, nothing is drawn); samples are
+conserved; every loop ends because each turn completes a sample, trains a collection or ends.
+
+Not here: how a batch's speed follows its load (places are equally fast), tokens, weights, and which plan to choose.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: Samples a cycle is played with at most; larger cycles are played in groups of samples.
+GRAIN = 64
+_GOLDEN = 0.6180339887498949
+#: What is left of a sample that is older than all that completed, as a share of the longest.
+_OVERDUE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The situation right after a sync (``lent``: after the activation). Counts are samples, times seconds."""
+
+    collection: int  #: R
+    collections: int  #: K
+    window: int  #: in flight + queued + consumed since the sync stay below this
+    queue: int
+    served_s: tuple[float, ...]  #: of samples in flight: time spent on replicas
+    service_s: tuple[float, ...]  #: ascending: time a sample needs, each equally likely
+    places: int  #: of standalone replicas
+    hybrid_places: int
+    train_s: float  #: one collection
+    sync_s: float
+    activate_s: float
+    deactivate_s: float
+    prompts_left: int | None = None
+    lent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a plan comes to. ``first_s``: end of the first cycle; ``cost_s``: end of all, less what is worked ahead."""
+
+    first_s: float
+    cost_s: float
+    waited_s: float
+
+
+def service_times(completed: Sequence[float], running: Sequence[float], points: int = 48) -> tuple[float, ...]:
+    """Quantiles of the time a sample needs, ascending (Kaplan-Meier: who is still running needs longer than so far).
+
+    Empty when nothing has completed. What outlives every completed sample is put at the largest time seen.
+    """
+    if not completed:
+        return ()
+    ended = sorted(
+        [(t, True) for t in completed] + [(t, False) for t in running], key=lambda pair: (pair[0], not pair[1])
+    )
+    steps: list[tuple[float, float]] = []  # (time, share that needs longer)
+    alive, share = len(ended), 1.0
+    for time, done in ended:
+        if done:
+            share *= 1.0 - 1.0 / alive
+            steps.append((time, share))
+        alive -= 1
+    longest = max(ended[-1][0], steps[-1][0])
+    out: list[float] = []
+    index = 0
+    for point in range(points):
+        level = 1.0 - (point + 0.5) / points
+        while index < len(steps) and steps[index][1] > level:
+            index += 1
+        out.append(steps[index][0] if index < len(steps) else longest)
+    return tuple(out)
+
+
+def play_forward(outlook: Outlook, target: int | None, cycles: int, places: int | None = None) -> Forecast:
+    """Play ``cycles`` sync cycles with lending until ``target`` samples are queued (None: no lending).
+
+    places: of the hybrids that are lent (None: all). The first cycle starts as the outlook says.
+    """
+    return _Play(outlook, target, outlook.hybrid_places if places is None else places).run(cycles)
+
+
+class _Play:
+    """The state while it is played. ``g`` samples count as one."""
+
+    def __init__(self, outlook: Outlook, target: int | None, hybrid_places: int) -> None:
+        o = outlook
+        g = self.g = max(1, math.ceil(o.collection * o.collections / GRAIN))
+        self.o = o
+        self.need = max(1, round(o.collection / g))
+        self.window = max(self.need * o.collections, round(o.window / g))
+        self.target = None if target is None else target / g
+        self.alone = max(0, round(o.places / g))
+        self.more = max(1, round(hybrid_places / g))
+        self.left = math.inf if o.prompts_left is None else float(round(o.prompts_left / g))
+        self.queue = round(o.queue / g)
+        self.t = self.waited = 0.0
+        self.consumed = self.issued = 0
+        self.lent = o.lent and target is not None
+        self.ends: list[float] = []  # heap, of running samples
+        self.parked: list[float] = []  # seconds still needed, taken first
+        self.parked = [self._remaining(age) for age in o.served_s[::g]]
+        if self.lent:
+            self.alone += self.more
+        self._fill()
+
+    def _quantile(self, low: float) -> float:
+        """The next duration, of the share of samples above ``low``."""
+        times = self.o.service_s
+        self.issued += 1
+        u = (0.5 + self.issued * _GOLDEN) % 1.0
+        return times[min(len(times) - 1, int((low + u * (1.0 - low)) * len(times)))]
+
+    def _remaining(self, age: float) -> float:
+        times = self.o.service_s
+        below = bisect.bisect_right(times, age) / len(times)
+        if below >= 1.0:
+            return _OVERDUE * times[-1]
+        return max(0.0, self._quantile(below) - age)
+
+    def _fill(self) -> None:
+        while len(self.ends) < self.alone:
+            if self.parked:
+                need = self.parked.pop(0)
+            elif self.left > 0 and self.queue + self.consumed + len(self.ends) < self.window:
+                need = self._quantile(0.0)
+                self.left -= 1
+            else:
+                return
+            heapq.heappush(self.ends, self.t + need)
+
+    def _complete_one(self) -> None:
+        self.t = max(self.t, heapq.heappop(self.ends))
+        self.queue += 1
+        self._fill()
+
+    def _until(self, t: float) -> None:
+        while self.ends and self.ends[0] <= t:
+            self._complete_one()
+        self.t = t
+
+    def _pause(self, seconds: float) -> None:
+        """Time in which nobody generates."""
+        self.t += seconds
+        self.ends = [end + seconds for end in self.ends]
+
+    def _until_queued(self, wanted: float) -> None:
+        while self.queue < wanted and self.ends:
+            self._complete_one()
+
+    def _lend(self) -> None:
+        if not self.lent:
+            self._until(self.t + self.o.activate_s)
+            self.alone += self.more
+            self._fill()
+        assert self.target is not None
+        self._until_queued(self.target)
+        places = self.alone - self.more
+        running = sorted(self.ends)
+        gone = len(running) * self.more // self.alone
+        away = set() if not gone else {int((i + 0.5) * len(running) / gone) for i in range(gone)}
+        self.parked += [end - self.t for i, end in enumerate(running) if i in away]
+        self.ends = [end for i, end in enumerate(running) if i not in away]
+        self.alone, self.lent = places, False
+        self._fill()
+        self._until(self.t + self.o.deactivate_s)
+
+    def run(self, cycles: int) -> Forecast:
+        first = 0.0
+        for _ in range(cycles):
+            began_waiting = self.waited
+            lends = self.target is not None and (self.lent or self.left > 0 or bool(self.ends) or bool(self.parked))
+            if lends:
+                self._lend()
+            for _collection in range(self.o.collections):
+                before = self.t
+                self._until_queued(self.need)
+                self.waited += self.t - before
+                taken = min(self.need, self.queue)
+                if not taken:
+                    break
+                self.queue -= taken
+                self.consumed += taken
+                self._until(self.t + self.o.train_s * taken / self.need)
+            self._pause(self.o.sync_s)
+            self.consumed = 0
+            self._fill()
+            first = first or self.t
+            starved = lends or self.waited > began_waiting
+            if not (self.queue or self.ends or self.parked):
+                return Forecast(first, self.t, self.waited)
+        return Forecast(first, self.t - (self._ahead() if starved else 0.0), self.waited)
+
+    def _ahead(self) -> float:
+        """What is queued or begun, in seconds of all places: generation that later cycles need not wait for."""
+        times = self.o.service_s
+        mean = math.fsum(times) / len(times)
+        begun = math.fsum(max(0.0, mean - (end - self.t)) for end in self.ends)
+        begun += math.fsum(max(0.0, mean - need) for need in self.parked)
+        return (self.queue * mean + begun) / (self.alone + (self.more if self.target is not None else 0))
