@@ -120,10 +120,14 @@ class Controller:
     # --- opening and closing --------------------------------------------------------------------------------------
 
     async def _open(self) -> str:
-        """Before cycle 1: checkpoint 0, sync of the first version, decision, activation."""
-        fresh = self.parts.version == WeightVersion(0, 0)
+        """Before cycle 1: checkpoint 0, sync of the first version, decision, activation.
+
+        On resume a validation due at this version is made again: the stop may have cut it short.
+        """
+        version = self.parts.version
         self._status("first weight sync")
-        await self._sync_point(checkpoint=fresh, bump=False, validate=fresh and self._config.trainer.val_before_train)
+        validate = self._config.trainer.val_before_train if version.number == 0 else None
+        await self._sync_point(checkpoint=version == WeightVersion(0, 0), bump=False, validate=validate)
         return ""
 
     async def _close(self, reason: str) -> None:
