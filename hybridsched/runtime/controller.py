@@ -21,10 +21,7 @@ from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.recovery import Recovery
 from hybridsched.runtime.space import watch_space
 from hybridsched.runtime.validation import Validation
-from hybridsched.scheduling.cycle import (
-    end_of_data,
-    last_collection_action,
-)
+from hybridsched.scheduling.cycle import end_of_data, last_collection_action
 
 #: How many finished samples the stall check looks back on.
 STALL_WINDOW = 200
@@ -124,10 +121,9 @@ class Controller:
 
         On resume a validation due at this version is made again: the stop may have cut it short.
         """
-        version = self.parts.version
         self._status("first weight sync")
-        validate = self._config.trainer.val_before_train if version.number == 0 else None
-        await self._sync_point(checkpoint=version == WeightVersion(0, 0), bump=False, validate=validate)
+        validate = self._config.trainer.val_before_train if self.parts.version.number == 0 else None
+        await self._sync_point(checkpoint=self.parts.version == WeightVersion(0, 0), bump=False, validate=validate)
         return ""
 
     async def _close(self, reason: str) -> None:
