@@ -2,10 +2,11 @@
 
     python benchmarks/policy_table.py [--quick] [--json FILE] [--scenario NAME]... [--policy NAME]...
 
-For each scenario of benchmarks/scenarios: the best static split of its GPUs (every split that divides into whole
-replicas, hybrids off), then each policy on the scenario's own split, the best `fixed_ratio` by search, and the bound
-for that split (`simulation/bound.py`). Below 1 in "to static" lending wins over the best split one could have chosen
-with hindsight; the last lines name the scenarios where it loses. --quick: four scenarios of six cycles, three ratios.
+For each scenario of benchmarks/scenarios: the best static split of its GPUs (splits that divide into whole replicas,
+on a coarse grid first where there are many, hybrids off), then each policy on the scenario's own split, the best
+`fixed_ratio` of a grid, and the bound for that split (`simulation/bound.py`). Below 1 in "to static" lending wins over
+the best split one could have chosen with hindsight; the last lines name the scenarios where it loses. --quick: four
+scenarios of six cycles, three ratios.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ sys.path[0] = str(ROOT)  # not benchmarks/: its queue.py hides the standard libr
 
 from hybridsched.config.schema import RunConfig
 from hybridsched.report.text import columns
-from hybridsched.simulation.bound import RATIOS, best_fixed_ratio, lower_bound
+from hybridsched.simulation.bound import best_fixed_ratio, lower_bound
 from hybridsched.simulation.scenario import Played, load_scenario, play, splits, with_policy, with_split
 
 SCENARIOS = ROOT / "benchmarks" / "scenarios"
@@ -35,11 +37,22 @@ def best_static(config: RunConfig) -> Played:
     emulated = config.emulated.model_copy(update={"worker_lost_at_s": {}, "replica_speed": {}})
     plain = {True: config, False: config.model_copy(update={"emulated": emulated})}
     own = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    runs = []
-    for trainer_gpus, rollout_gpus in splits(config):
-        other = with_split(plain[trainer_gpus == own], trainer_gpus, rollout_gpus)
-        runs.append(play(with_policy(other, "static_fully_async")))
-    return min(runs, key=lambda run: run.wall_clock_s)
+    every = splits(config)
+    runs: dict[int, Played] = {}
+
+    def run_all(indices: Iterable[int]) -> int:
+        for i in indices:
+            if 0 <= i < len(every) and i not in runs:
+                other = with_split(plain[every[i][0] == own], *every[i])
+                runs[i] = play(with_policy(other, "static_fully_async"))
+        return min(runs, key=lambda i: runs[i].wall_clock_s)
+
+    step = max(1, len(every) // 6)
+    best = run_all(range(0, len(every), step))
+    while step > 1:  # wall clock has one valley over the splits: look between the best and its neighbours
+        step = (step + 1) // 2
+        best = run_all((best - step, best + step))
+    return runs[best]
 
 
 def measure(path: Path, policies: list[str], ratios: tuple[float, ...], cycles: int | None) -> dict[str, Any]:
@@ -111,7 +124,7 @@ def main() -> None:
     wanted = options.scenario or (QUICK if options.quick else None)
     paths = [path for path in sorted(SCENARIOS.glob("*.yaml")) if wanted is None or path.stem in wanted]
     policies = options.policy or ["static_fully_async", "default", "lookahead"]
-    ratios = (0.2, 0.5, 0.8) if options.quick else RATIOS
+    ratios = (0.2, 0.5, 0.8) if options.quick else (0.2, 0.4, 0.6, 0.8, 1.0)
     rows = []
     for path in paths:
         rows.append(measure(path, policies, ratios, 6 if options.quick and path.stem != "end_of_data" else None))

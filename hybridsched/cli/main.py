@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from hybridsched import __version__
-from hybridsched.cli import compare, config, demo, explain, init, policies, queue, report, run, simulate, status
+from hybridsched.cli import compare, config, demo, explain, init, plan, policies, queue, report, run, simulate, status
 from hybridsched.errors import FaultError, HybridschedError, InternalError, Interrupted
 
 TRACEBACK_VARIABLE = "HYBRIDSCHED_TRACEBACK"
@@ -49,6 +49,7 @@ app.command("run", rich_help_panel=_START)(run.run)
 app.command("config", rich_help_panel=_START)(config.config)
 app.command("policies", rich_help_panel=_START)(policies.policies)
 app.command("simulate", rich_help_panel=_AHEAD)(simulate.simulate)
+app.command("plan", rich_help_panel=_AHEAD)(plan.plan)
 app.command("status", rich_help_panel=_LOOK)(status.status)
 app.command("report", rich_help_panel=_LOOK)(report.report)
 app.command("explain", rich_help_panel=_LOOK)(explain.explain)

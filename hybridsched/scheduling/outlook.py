@@ -173,7 +173,9 @@ class _Play:
         running = sorted(self.ends)
         gone = len(running) * self.more // self.alone
         away = set() if not gone else {int((i + 0.5) * len(running) / gone) for i in range(gone)}
-        self.parked += [end - self.t for i, end in enumerate(running) if i in away]
+        # In no order of what they still need: first come, first served says nothing about it.
+        order = sorted(away, key=lambda i: (i * _GOLDEN) % 1.0)
+        self.parked += [running[i] - self.t for i in order]
         self.ends = [end for i, end in enumerate(running) if i not in away]
         self.alone, self.lent = places, False
         self._fill()

@@ -202,7 +202,7 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         if self.expected_s is not None and self.cycle_began_s is not None:
             took = ctx.now_s - self.cycle_began_s
             if took > 0:
-                off = abs(self.expected_s - took) / took
+                off = min(1.0, abs(self.expected_s - took) / took)
                 self.error = off if self.error is None else (1 - _FORGET) * self.error + _FORGET * off
         elif self.error is not None:
             self.error *= 1 - _FORGET  # default answered: try again after a while
