@@ -172,7 +172,7 @@ class EmulatedConfig(Section):
     response_growth_per_1000: float = Field(0.0, ge=0)
     """Growth of the mean length over the run: after 1000 samples it is (1 + this) x response_mean_tokens."""
     response_block_samples: int = Field(0, ge=0)
-    """Alternating load: every other block of this many samples has its mean length times response_block_factor; 0: off."""
+    """Alternating load: every other block of this many samples has its mean length x response_block_factor; 0: off."""
     response_block_factor: float = Field(1.0, gt=0)
     """See response_block_samples."""
     decode_base_s: float = Field(0.02, ge=0)
