@@ -3,9 +3,10 @@
     python benchmarks/reward_parity.py [--seeds 8] [--cycles 10] [--quick] [--json FILE]
 
 Held-out accuracy (128 prompts, sampled at temperature 1: greedy answers saturate within two cycles) is measured after
-every weight version, that is after the same number of trained samples in both arms; a run's score is the mean. The arms are equivalent when the 90 %
-interval of the mean paired difference (Student's t) lies within +-0.05. A test that cannot fail proves nothing: runs
-with shuffled log-probs, and runs whose replicas keep stale weights, go through the same test and must be rejected.
+every weight version, that is after the same number of trained samples in both arms; a run's score is the mean. The
+arms are equivalent when the 90 % interval of the mean paired difference (Student's t) lies within +-0.05. A test that
+cannot fail proves nothing: runs with shuffled log-probs, and runs whose replicas keep stale weights, go through the
+same test and must be rejected.
 """
 
 from __future__ import annotations
