@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,9 +37,12 @@ def print_pairs(pairs: Mapping[str, object]) -> None:
         typer.echo(f"{name:<{width}}  {show(value)}")
 
 
-def print_json(value: Any) -> None:
-    """For programs: NaN and infinity, which JSON does not have, become null."""
-    typer.echo(json.dumps(_finite(value), indent=1, ensure_ascii=False))
+def print_json(value: Any, *, flat: bool = False) -> None:
+    """For programs: NaN and infinity, which JSON does not have, become null. flat: lists of numbers on one line."""
+    text = json.dumps(_finite(value), indent=1, ensure_ascii=False)
+    if flat:  # a raw line break never stands inside a JSON string, so only lists of numbers are met
+        text = re.sub(r"\[\n[\s\d.,eE+-]+\n\s*\]", lambda found: "[" + " ".join(found[0][1:-1].split()) + "]", text)
+    typer.echo(text)
 
 
 def _finite(value: Any) -> Any:

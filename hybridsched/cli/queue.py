@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,13 +47,38 @@ def head(
         ),
     ] = None,
 ) -> None:
-    """Print the first samples as JSON: tokens, log-probs, versions, rewards."""
+    """Print the first samples as JSON: text, tokens, log-probs, versions, rewards."""
     from hybridsched.sample_queue.inspection import head
 
     try:
-        print_json(head(run, n, None if segment is None else _segment_id(segment)))
+        samples = head(run, n, None if segment is None else _segment_id(segment))
     except FileNotFoundError as error:
         raise UserError(f"{run} has no segment {segment}: see `hybridsched queue ls {run}`") from error
+    _add_text(run, samples)
+    print_json(samples, flat=True)
+
+
+def _add_text(run: Path, samples: list[dict[str, Any]]) -> None:
+    """Prompts and responses as text, when the run's tokenizer is still where it was; tokens are shown in any case."""
+    from hybridsched.config import load_config
+    from hybridsched.data.tokenizer import Tokenizer
+
+    resolved = run / "config" / "resolved.yaml"
+    if not resolved.is_file():
+        return
+    try:
+        model = load_config(resolved).actor_rollout_ref.model
+        folder = model.tokenizer_path or model.path
+        if folder is None:
+            return
+        tokenizer = Tokenizer.from_folder(folder)
+    except UserError as error:
+        typer.echo(f"no text, only tokens: {error}", err=True)
+        return
+    for sample in samples:
+        sample["prompt_text"] = tokenizer.decode(sample["prompt_tokens"], skip_special_tokens=False)
+        for response in sample["responses"]:
+            response["text"] = tokenizer.decode(response["token_ids"], skip_special_tokens=False)
 
 
 @app.command("stat")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hybridsched.errors import HybridschedError, UserError
+from hybridsched.model import Response
 from hybridsched.report.run_data import RunData, load_run
 from hybridsched.report.text import show
 from hybridsched.runlog.rows import EventRow
@@ -37,7 +39,7 @@ def explain(run_folder: Path, entity: str) -> str:
     belongs = _chooser(run, wanted)
     lines = [_line(event, run.start) for event in run.log.event_rows if belongs(event)]
     if wanted.isdigit():
-        lines += _from_queue(run.folder / "queue", int(wanted))
+        lines += _from_queue(run, int(wanted))
     elif _VERSION.fullmatch(wanted):
         lines += _figures(run, int(wanted.split(".")[1]))
     if not lines:
@@ -106,8 +108,9 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def _from_queue(queue: Path, uid: int) -> list[str]:
-    """What the accept log and the ledger say of a sample."""
+def _from_queue(run: RunData, uid: int) -> list[str]:
+    """What the queue says of a sample: its segment, what it holds, the accept log and the ledger."""
+    queue = run.folder / "queue"
     if not queue.is_dir():
         return []
     from hybridsched.sample_queue.inspection import newest_chain
@@ -120,8 +123,54 @@ def _from_queue(queue: Path, uid: int) -> list[str]:
         except HybridschedError as error:
             lines.append(f"{'':10}  the {name} log cannot be read: {error}")
             continue
-        lines += [tell(position, entry) for position, entry in enumerate(entries) if entry.get("uid") == uid]
+        for position, entry in enumerate(entries):
+            if entry.get("uid") != uid:
+                continue
+            if name == ACCEPT_LOG:
+                lines += _content(run, entry)
+            lines.append(tell(position, entry))
     return lines
+
+
+def _content(run: RunData, entry: dict[str, Any]) -> list[str]:
+    """When the segment of an accepted sample was sealed, and what the sample holds while it is still on disk."""
+    from hybridsched.model import SegmentId
+    from hybridsched.sample_queue.inspection import open_for_reading
+
+    try:
+        segment, row = SegmentId(*entry["segment"]), int(entry["row"])
+    except (KeyError, TypeError, ValueError):
+        return []  # the accept log's own line shows what there is
+    events = [event for event in run.log.event_rows if (event.kind, event.entity) == ("segment", str(segment))]
+    lines = [_line(event, run.start) for event in events]
+    try:
+        store = open_for_reading(run.folder)
+        if segment not in store.list():
+            return [
+                *lines,
+                f"{'content':>10}  no longer on disk: removed once a checkpoint held what was learnt from it",
+            ]
+        sample = store.read(segment)[row]
+    except (HybridschedError, IndexError) as error:
+        return [*lines, f"{'content':>10}  cannot be read: {error}"]
+    responses = sample.responses
+    rewards = ", ".join("-" if response.reward is None else show(response.reward) for response in responses)
+    versions = sorted({run_.version for response in responses for run_ in response.version_runs})
+    lengths = ", ".join(str(len(response.token_ids)) for response in responses)
+    seconds = max(response.t_end for response in responses) - min(response.t_start for response in responses)
+    generated = f"by {segment.producer} under version {' and '.join(map(str, versions))} in {show(seconds)} s"
+    if sample.issue:
+        generated += f"; issued again {sample.issue} times"
+    return [
+        *lines,
+        f"{'content':>10}  {len(responses)} responses, generated {generated}",
+        f"{'content':>10}  rewards {rewards}; lengths {lengths} tokens; {_finishes(responses)}",
+    ]
+
+
+def _finishes(responses: Sequence[Response]) -> str:
+    counts = Counter(response.finish.value for response in responses)
+    return ", ".join(f"{count} ended by {what}" for what, count in counts.most_common())
 
 
 def _accepted(position: int, entry: dict[str, Any]) -> str:

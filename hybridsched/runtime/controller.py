@@ -25,6 +25,7 @@ from hybridsched.scheduling.cycle import end_of_data, last_collection_action
 
 #: How many finished samples the stall check looks back on.
 STALL_WINDOW = 200
+ALL_FAILED = 16  #: samples in a row without a single good one, from the start on, end the run
 
 
 class Controller:
@@ -320,7 +321,8 @@ class Controller:
     def _check_stall(self) -> None:
         """Everything filtered, everything failing: stop and say so."""
         seen = len(self._outcomes)
-        if seen < min(STALL_WINDOW, 4 * self._d.step_required_samples, 50) or seen < 8:
+        hopeless = seen >= ALL_FAILED and self._outcomes.count("failed") == seen  # slow failures (time-outs) add up
+        if not hopeless and seen < max(8, min(STALL_WINDOW, 4 * self._d.step_required_samples, 50)):
             return
         failed = self._outcomes.count("failed") / seen
         filtered = self._outcomes.count("filtered") / seen

@@ -381,20 +381,25 @@ def test_a_replica_is_not_mistaken_for_one_whose_name_begins_alike(tmp_path: Pat
 
 def test_the_story_of_a_sample_goes_through_log_accept_log_and_ledger(tmp_path: Path) -> None:
     from hybridsched.sample_queue.log import ACCEPT_LOG, LEDGER, FileChainedLog
+    from hybridsched.sample_queue.store import FileSegmentStore
 
     log = new_log(tmp_path, Clock())
     log.event("sample", "7", new="reissued", reason="hybrid.0 died")
     log.event("lease", "7", new="dropped")
+    log.event("segment", "hybrid.0/a001-00000003", new="sealed", reason="age")
+    FileSegmentStore(tmp_path, "r", "process-crash")
     queue = tmp_path / "queue"
     accept = FileChainedLog(queue, ACCEPT_LOG, "a", durability="process-crash")
     accept.append([{"uid": 7, "segment": ["hybrid.0", "a001", 3], "row": 5}])
     ledger = FileChainedLog(queue, LEDGER, "a", durability="process-crash")
     ledger.append([{"uid": 7, "verdict": "trained", "prompt_uid": "p", "epoch": 0, "version": [0, 2], "collection": 9}])
     lines = explain(tmp_path, "7").splitlines()[1:]
-    assert len(lines) == 3
+    assert len(lines) == 5
     assert "reissued  hybrid.0 died" in lines[0]
-    assert "accepted as number 0: row 5 of segment hybrid.0/a001-00000003" in lines[1]
-    assert "verdict trained under version 0.2, collection 9 (prompt p, epoch 0)" in lines[2]
+    assert "hybrid.0/a001-00000003 sealed  age" in lines[1]
+    assert "no longer on disk" in lines[2]
+    assert "accepted as number 0: row 5 of segment hybrid.0/a001-00000003" in lines[3]
+    assert "verdict trained under version 0.2, collection 9 (prompt p, epoch 0)" in lines[4]
     assert "dropped" in explain(tmp_path, "lease 7")
 
 

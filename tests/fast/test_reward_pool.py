@@ -83,7 +83,7 @@ def make_pool(tmp_path: Path, function: str = FUNCTION, **reward: Any) -> Proces
             "deadlines": {"start_s": 50.0},
         }
     )
-    return ProcessRewardPool(config, Context(tmp_path / "logs"), "agent.1")
+    return ProcessRewardPool(config, Context(tmp_path), "agent.1")
 
 
 def request(*words: str, **fields: Any) -> m.Envelope:

@@ -1,0 +1,131 @@
+"""Bad input that only a running run can meet, for real: the reason reaches the user, quickly, with its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hybridsched.cli.templates import template_text
+from hybridsched.config import load_config
+from hybridsched.demo import inputs
+from hybridsched.report.explain import explain
+from hybridsched.runtime.prepare import prepare
+from hybridsched.sample_queue.fsck import fsck
+from hybridsched.slurm.launch_loop import run_local
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SHORT = (
+    "local.allow_oversubscribe=true",
+    "trainer.total_training_steps=1",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "data.val_files=[]",
+)
+HEAD = "def f(data_source, solution_str, ground_truth, extra_info):\n"
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory) -> inputs.DemoInputs:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "WARM_START_STEPS", 2)
+        patch.setattr(inputs, "N_TRAIN", 64)
+        return inputs.make_inputs(tmp_path_factory.mktemp("inputs"), 0)
+
+
+@pytest.fixture
+def desk(tmp_path, originals) -> Path:
+    inputs.write_run_yaml(tmp_path, template_text("demo.yaml"), originals, tmp_path / "run")
+    return tmp_path
+
+
+def run(desk: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hybridsched.cli.main", "run", "run.yaml", "--quiet", *SHORT, *overrides]
+    return subprocess.run(command, cwd=desk, capture_output=True, text=True, timeout=280, check=False)
+
+
+def attempts(desk: Path) -> list[str]:
+    return sorted(path.name for path in (desk / "run" / "attempts").iterdir() if path.name != "latest")
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("    raise ValueError('my own boom')\n", "the reward function raised ValueError: my own boom"),
+        ("    return float('nan')\n", "nan"),
+        ("    import os; os._exit(5)\n", "the reward process died: exit code 5"),
+    ],
+)
+def test_a_reward_function_that_always_fails_stalls_the_run_and_says_why(desk, body, reason):
+    (desk / "reward.py").write_text(HEAD + body, encoding="utf-8")
+    done = run(desk, "reward.function=reward.py:f", "reward.retries=0", "actor_rollout_ref.rollout.n=2")
+    assert 4 == done.returncode, done.stderr
+    assert "RunStalled (exit code 4)" in done.stderr
+    assert reason in done.stderr
+    assert "Traceback" not in done.stderr
+    assert ["1"] == attempts(desk)  # another attempt would end the same way
+    assert reason in explain(desk / "run", "samples")
+    logs = "".join(p.read_text(encoding="utf-8") for p in (desk / "run/attempts/1/logs").glob("agent.*.reward.*.log"))
+    if "raise" in body:
+        assert f'{desk / "reward.py"}", line 2, in f' in logs
+    assert fsck(desk / "run", complete=False).ok
+
+
+def test_a_reward_function_that_fails_sometimes_costs_responses_not_the_run(desk):
+    body = "    if len(solution_str) % 3 == 0: raise ValueError('now and then')\n    return 1.0\n"
+    (desk / "reward.py").write_text(HEAD + body, encoding="utf-8")
+    done = run(desk, "reward.function=reward.py:f")
+    assert 0 == done.returncode, done.stderr
+    assert fsck(desk / "run", complete=True).ok
+
+
+def cut_model(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 9000)
+
+
+def remove_model(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(cut_model, "damaged or unreadable safetensors file"), (remove_model, "is there; copy")]
+)
+def test_a_model_that_breaks_after_the_checks_ends_the_run_with_the_words_of_the_worker(
+    desk, originals, monkeypatch, damage: Callable[[Path], None], reason
+):
+    monkeypatch.chdir(desk)
+    shutil.copytree(originals.model, desk / "model")
+    config = load_config("run.yaml", [*SHORT, f"actor_rollout_ref.model.path={desk / 'model'}"])
+    prepared = prepare(config, resume=False)
+    damage(desk / "model")
+    said: list[str] = []
+    begun = time.monotonic()
+    code = run_local(prepared, say=said.append)
+    assert 2 == code, said
+    assert time.monotonic() - begun < config.deadlines.start_s / 4
+    assert [True] == [reason in message and str(desk / "model") in message for message in said]
+    assert ["1"] == attempts(desk)
+
+
+def test_a_data_set_of_one_row_is_one_short_cycle(desk):
+    row = '{"prompt": "count on from 1", "data_source": "count_on", "reward_model": {"ground_truth": "1"}}\n'
+    (desk / "one.jsonl").write_text(row, encoding="utf-8")
+    done = run(desk, "data.train_files=[one.jsonl]")
+    assert 0 == done.returncode, done.stderr
+    assert "trained 1," in done.stdout
+    assert fsck(desk / "run", complete=True).ok
+    story = explain(desk / "run", "0")
+    assert "8 responses, generated by " in story
+    assert "verdict trained" in story
+    command = [sys.executable, "-m", "hybridsched.cli.main", "queue", "head", str(desk / "run")]
+    (sample,) = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+    assert "count on from 1" in sample["prompt_text"]
+    assert 8 == len([response["text"] for response in sample["responses"]])
