@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from sim_tools import events, simulate
 from hybridsched.errors import ConfigError
 from hybridsched.scheduling import DynamicScheduleContext, LookaheadDynamicSchedulePolicy, build_policy
 from hybridsched.scheduling.outlook import Outlook, play_forward, service_times
+from hybridsched.simulation.scenario import load_scenario, play
 
 #: R = 2, K = 2, S = 4; a sample needs 10 s, a collection trains 5 s, a sync takes 1 s; one place, one hybrid place.
 PLAIN = Outlook(
@@ -207,3 +209,34 @@ def test_it_is_no_slower_than_default(load: str) -> None:
         for name in ("default", "lookahead")
     }
     assert times["lookahead"] <= 1.01 * times["default"]
+
+
+def test_a_forecast_that_leans_is_corrected() -> None:
+    policy = LookaheadDynamicSchedulePolicy()
+    policy.should_activate_after_step(1, False, context())
+    assert policy.expected_s is not None
+    policy.should_activate_after_step(2, False, context(now_s=1.2 * policy.expected_s))
+    assert 1.2**0.3 == pytest.approx(policy.pace)
+
+
+class Remembering(LookaheadDynamicSchedulePolicy):
+    """Keeps (forecast, measured) of every cycle."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cycles: list[tuple[float, float]] = []
+
+    def _compare(self, ctx: DynamicScheduleContext) -> None:
+        if self.expected_s is not None and self.cycle_began_s is not None:
+            self.cycles.append((self.expected_s, ctx.now_s - self.cycle_began_s))
+        super()._compare(ctx)
+
+
+def test_forecasts_and_the_full_simulation_agree_within_three_percent() -> None:
+    """Over a run: single cycles differ by the luck of their response lengths, which nobody can foresee."""
+    path = Path(__file__).parents[2] / "benchmarks" / "scenarios" / "slow_switch.yaml"
+    policy = Remembering(0.6)
+    play(load_scenario(path).config, policy=policy)
+    assert 11 == len(policy.cycles)
+    foreseen, measured = (sum(column) for column in zip(*policy.cycles, strict=True))
+    assert foreseen == pytest.approx(measured, rel=0.03)

@@ -7,7 +7,8 @@ time of a sync and of a switch there and back, the staleness window, and the pro
 the data.
 
 Cautious on purpose. What ``default`` would do is always among the plans, and another one must be better by ``margin``.
-Each forecast is compared with what then happened; while it fits badly, or nothing is measured yet, ``default`` answers.
+Each forecast is compared with what then happened: one that leans to one side is corrected (``pace``), and while it fits
+badly, or nothing is measured yet, ``default`` answers.
 
 Invariants: a decision looks at no more than ``2 x grid + 4`` plans of ``horizon`` cycles; the same context and state
 give the same answer; every answer has a reason of one line.
@@ -28,6 +29,8 @@ from hybridsched.scheduling.policy import DynamicScheduleContext, DynamicSchedul
 _ENOUGH_COLLECTIONS = 2
 #: Weight of the newest forecast error.
 _FORGET = 0.5
+#: How fast the pace follows what forecasts missed, and how far from 1 it may go.
+_PACE_GAIN, _PACE_LOW, _PACE_HIGH = 0.3, 0.8, 1.25
 
 
 @register_policy("lookahead")
@@ -63,6 +66,7 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         self.expected_s: float | None = None  # length of the running cycle, sync to sync
         self.cycle_began_s: float | None = None
         self.error: float | None = None
+        self.pace = 1.0  # samples take this many times what they were seen to take: corrects forecasts that lean
 
     @property
     def deactivate_ratio(self) -> float:
@@ -122,12 +126,17 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned."""
-        return {"default": self.default.state_dict(), "error": self.error, "last_reason": self.last_reason}
+        return {
+            "default": self.default.state_dict(),
+            "error": self.error,
+            "pace": self.pace,
+            "last_reason": self.last_reason,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Undo ``state_dict``. A cycle that was cut by a resume is not compared with its forecast."""
         self.default.load_state_dict(state["default"])
-        self.error, self.last_reason = state["error"], state["last_reason"]
+        self.error, self.pace, self.last_reason = state["error"], float(state["pace"]), state["last_reason"]
         self.target = self.planned_at = self.expected_s = self.cycle_began_s = None
 
     def _outlook(self, ctx: DynamicScheduleContext, *, lent: bool) -> tuple[Outlook | None, str]:
@@ -149,7 +158,7 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
                 window=ctx.queue_size + ctx.in_flight + ctx.window_room,
                 queue=ctx.queue_size,
                 served_s=tuple(ctx.served_s),
-                service_s=service_times(ctx.service_s, ctx.served_s),
+                service_s=tuple(self.pace * t for t in service_times(ctx.service_s, ctx.served_s)),
                 places=ctx.standalone_replicas * ctx.samples_per_replica,
                 hybrid_places=ctx.hybrid_replicas * ctx.samples_per_replica,
                 train_s=sum(ctx.train_s) / len(ctx.train_s),
@@ -201,7 +210,9 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         """Take in how far the forecast of the cycle that ends now was off."""
         if self.expected_s is not None and self.cycle_began_s is not None:
             took = ctx.now_s - self.cycle_began_s
-            if took > 0:
+            if took > 0 and self.expected_s > 0:
+                corrected = self.pace * (took / self.expected_s) ** _PACE_GAIN
+                self.pace = min(_PACE_HIGH, max(_PACE_LOW, corrected))
                 off = min(1.0, abs(self.expected_s - took) / took)
                 self.error = off if self.error is None else (1 - _FORGET) * self.error + _FORGET * off
         elif self.error is not None:
