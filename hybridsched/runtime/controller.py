@@ -118,10 +118,7 @@ class Controller:
     # --- opening and closing --------------------------------------------------------------------------------------
 
     async def _open(self) -> str:
-        """Before cycle 1: checkpoint 0, sync of the first version, decision, activation.
-
-        On resume a validation due at this version is made again: the stop may have cut it short.
-        """
+        """First sync, decision, activation. A resume validates again where that is due: a stop may have cut it short."""
         self._status("first weight sync")
         validate = self._config.trainer.val_before_train if self.parts.version.number == 0 else None
         await self._sync_point(checkpoint=self.parts.version == WeightVersion(0, 0), bump=False, validate=validate)
@@ -150,6 +147,8 @@ class Controller:
             folder = await self._recovery.save_trainer(self._cycle)
             if folder is not None:
                 await self._recovery.commit(folder, self._cycle)
+        if self._cycle.collections:
+            self._end_cycle(True)
         parts.log.event("run", "run", new="stopped", reason=reason)
 
     async def _surplus(self) -> None:
