@@ -118,7 +118,7 @@ class Controller:
     # --- opening and closing --------------------------------------------------------------------------------------
 
     async def _open(self) -> str:
-        """First sync, decision, activation. A resume validates again where that is due: a stop may have cut it short."""
+        """First sync, decision, activation. A resume validates again where that is due: a stop may have cut it off."""
         self._status("first weight sync")
         validate = self._config.trainer.val_before_train if self.parts.version.number == 0 else None
         await self._sync_point(checkpoint=self.parts.version == WeightVersion(0, 0), bump=False, validate=validate)
