@@ -10,6 +10,7 @@ trainer loads back only onto GPUs whose release is proven (measured, or the proc
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -72,6 +73,7 @@ class DynamicResourceController:
         self._machine = PoolLifecycle()
         self._tenancy = {w.worker: GpuTenancy(w.worker) for w in plan.of_kind("trainer")}
         self._handovers = 0
+        self._reviving: asyncio.Task[None] | None = None
         self.on_tenancy: Callable[[str, Tenant], None] | None = None
         self.lent: list[str] = []
         self.last_activate_s = 0.0
@@ -113,9 +115,11 @@ class DynamicResourceController:
         """
         self._step(PoolEvent.ACTIVATE_BEGUN, reason)
         began = self._clock.now()
-        chosen = self.lendable()[: len(self._plan.workers) if count is None else max(0, count)]
+        able = self.lendable()
+        dead = [name for name in able if self._pool[name].state is ReplicaState.FAILED]
+        chosen = [name for name in able if name not in dead][: len(able) if count is None else max(0, count)]
         try:
-            ready = await self._hand_over(version, chosen) if chosen else []
+            ready = await self._hand_over(version, chosen, dead) if chosen or dead else []
         except Exception as error:
             await self._undo(chosen, f"{type(error).__name__}: {error}")
             raise
@@ -132,19 +136,23 @@ class DynamicResourceController:
         self._on_moved()
         return True
 
-    async def _hand_over(self, version: WeightVersion, chosen: list[str]) -> list[str]:
-        trainers = self._trainers_under(chosen)
-        await self._revive(chosen)
-        chosen = [name for name in chosen if self._pool[name].state is ReplicaState.ASLEEP]
+    async def _hand_over(self, version: WeightVersion, chosen: list[str], dead: list[str]) -> list[str]:
+        """``dead``: hybrids with a new process; they load beside the lending, unless there is nobody else to lend."""
+        trainers = self._trainers_under([*chosen, *dead])
         self._tenant(trainers, TenancyEvent.HANDOVER_BEGUN)
         self._activity(trainers, "switch")
         await self._trainers(trainers, m.OffloadTrainer(keep_parameters=True), "offloading the trainer")
+        if not chosen:
+            await self._revive(dead)
+            chosen, dead = [name for name in dead if self._pool[name].state is ReplicaState.ASLEEP], []
         for name in chosen:
             self._pool.advance(name, ReplicaEvent.SYNC_BEGUN, f"hand-over of {version}")
         chosen = await self._each(chosen, m.WakeEngine("weights"), m.MemoryReport, "waking weights")
         chosen = await self._publish(version, chosen)
         await self._trainers(trainers, m.OffloadTrainer(keep_parameters=False), "dropping the trainer's parameters")
         self._tenant(trainers, TenancyEvent.WEIGHTS_HANDED)
+        if dead:
+            self._reviving = self._endpoint.spawn(self._revive(dead), "reviving hybrids beside the lending")
         chosen = await self._each(chosen, m.WakeEngine("kv"), m.MemoryReport, "mapping KV cache")
         for name in chosen:
             self._pool.advance(name, ReplicaEvent.WEIGHTS_LOADED, f"holds version {version}")
@@ -158,12 +166,17 @@ class DynamicResourceController:
                 self._log.event("tenancy", name, reason="every hybrid of the hand-over failed")
         return chosen
 
-    async def _revive(self, chosen: list[str]) -> None:
-        """Dead hybrids whose process is back load inside the hand-over, off the critical path of training."""
-        for name in chosen:
-            if self._pool[name].state is ReplicaState.FAILED:
-                self._pool.advance(name, ReplicaEvent.RESTARTED, "inside the hand-over")
-                await self.load_and_sleep(name)
+    async def _revive(self, dead: list[str]) -> None:
+        """Dead hybrids whose process is back load while the GPUs are handed over, then sleep until the next time."""
+        for name in dead:
+            self._pool.advance(name, ReplicaEvent.RESTARTED, "inside the hand-over")
+        await asyncio.gather(*(self.load_and_sleep(name) for name in dead))
+
+    async def _end_revival(self) -> None:
+        """Before the trainer gets its GPUs back, whoever still loads there has to be done (bounded by start_s)."""
+        reviving, self._reviving = self._reviving, None
+        if reviving is not None:
+            await asyncio.gather(reviving, return_exceptions=True)
 
     async def load_and_sleep(self, name: str) -> None:
         """Start a hybrid's engine and let it go of the GPU; a failure leaves it FAILED."""
@@ -230,6 +243,7 @@ class DynamicResourceController:
 
     async def _release(self, names: list[str]) -> bool:
         """remove -> abort -> sleep; returns True when a process had to be killed."""
+        await self._end_revival()
         alive = [n for n in names if self._pool.can(n, ReplicaEvent.DRAIN_BEGUN)]
         self._activity(self._trainers_under(names), "switch")
         for name in alive:
