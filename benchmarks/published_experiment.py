@@ -33,7 +33,9 @@ ASSUMPTIONS = Path(__file__).parent / "published" / "assumptions.yaml"
 DRAW_SEED = 20260710
 #: (cycles, warm-up cycles) of the static and of the dynamic runs of a draw, and of all runs at the values.
 DRAW_STATIC, DRAW_DYNAMIC, CENTRE = (12, 4), (20, 6), (30, 6)
-QUICK = (12, 4)
+QUICK = (9, 3)
+#: With fewer draws an interval is no verdict.
+ENOUGH_DRAWS = 16
 
 
 def setting_of(content: Mapping[str, Any], values: Mapping[str, float], seed: int = 1) -> x.Setting:
@@ -141,11 +143,11 @@ def report(
     for name, value in hours.items():
         if "lookahead" in name:
             out["dynamic_lookahead_h"] = value
-    out["checks"] = {
-        "measured time inside the 80 % interval": low <= measured <= high,
-        f"measured time within 3 % of the centre ({measured / centre - 1:+.1%})": abs(measured / centre - 1) <= 0.03,
-        **out["picture"],
-    }
+    out["checks"] = dict(out["picture"])
+    if len(results) >= ENOUGH_DRAWS:
+        off = measured / centre - 1
+        out["checks"]["measured time inside the 80 % interval"] = low <= measured <= high
+        out["checks"][f"measured time within 3 % of the centre ({off:+.1%})"] = abs(off) <= 0.03
     return out
 
 
@@ -222,7 +224,7 @@ def draw_figure(outcomes: Mapping[str, x.Outcome], path: Path) -> None:
 def main() -> int:
     """Fit, predict, print, judge. 0 when every check holds, 1 when not, 3 when draws are left for another call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4 draws, short runs")
+    parser.add_argument("--quick", action="store_true", help="3 draws, short runs: a look, no verdict")
     parser.add_argument("--draws", type=int, default=16)
     parser.add_argument("--json", metavar="FILE", type=Path)
     parser.add_argument("--figure", metavar="FILE", type=Path)
@@ -230,7 +232,7 @@ def main() -> int:
     parser.add_argument("--time-limit", metavar="S", type=float, default=float("inf"), help="begin no draw after this")
     options = parser.parse_args()
     content, assumptions = read_assumptions(ASSUMPTIONS)
-    draws = latin_hypercube(assumptions, 4 if options.quick else options.draws, DRAW_SEED)
+    draws = latin_hypercube(assumptions, 3 if options.quick else options.draws, DRAW_SEED)
     predicted = draw_all(content, draws, options.cache, options.time_limit, quick=options.quick)
     finished = [p for p in predicted if p is not None]
     if len(finished) < len(predicted):
