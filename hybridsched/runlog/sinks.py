@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,19 +119,27 @@ class PrometheusTextfile:
 
 
 class TensorBoard:
-    """Metrics as scalars, in the format of TensorBoard. Raises ConfigError without the package ``tensorboard``."""
+    """Metrics as scalars, in the format of TensorBoard. Raises ConfigError without the package ``tensorboard``.
+
+    Written with the package's own event writer: torch's would bring torch into the agent, which must stay small.
+    """
 
     def __init__(self, folder: Path) -> None:
         _require("tensorboard", "trainer.logger: tensorboard")
-        self._writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+        self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._writer = importlib.import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(
+            str(folder)
+        )
 
     def event(self, kind: str, entity: str, *, old: str = "", new: str = "", reason: str = "", **detail: Any) -> None:
         """Not mirrored."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """One scalar per metric."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = self._summary(value=scalars)
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def close(self) -> None:
         """Write out and close."""

@@ -36,6 +36,7 @@ class InFlight:
     unfinished: int
     issue: int = 0
     parked: bool = False
+    holder: str = ""  #: replica that was told to hand it over, until the new one has been heard of
     tokens: int = 0  #: of its partials, when parked
     admitted_at: float = 0.0
     retry_at: float = 0.0  #: compat: peer: not sent again before

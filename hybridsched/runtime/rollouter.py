@@ -237,7 +237,7 @@ class Rollouter:
         old, holder = flight.lease, flight.replica
         del self._parked[old], self._flights[old]
         flight.lease, flight.token = next(self._leases), balancer.acquire(dst, flight.unfinished)
-        flight.replica, flight.parked = dst, False
+        flight.replica, flight.parked, flight.holder = dst, False, holder
         self._register(flight)
         self.reprefill_tokens += flight.tokens
         self.moved += holder != dst
@@ -249,7 +249,7 @@ class Rollouter:
         if flight is None or flight.parked:
             return
         self._balancer_of(flight.purpose).release(flight.token)
-        flight.parked, flight.unfinished, flight.tokens = True, parked.unfinished, parked.tokens
+        flight.parked, flight.unfinished, flight.tokens, flight.holder = True, parked.unfinished, parked.tokens, ""
         self._parked[flight.lease] = flight
         if self.retry_s:
             flight.retry_at = self._clock.now() + self.retry_s
@@ -273,7 +273,7 @@ class Rollouter:
         for lease, unfinished in beat.unfinished.items():
             flight = self._flights.get(lease)
             if flight is not None and not flight.parked:
-                flight.unfinished = unfinished
+                flight.unfinished, flight.holder = unfinished, ""
                 self._balancer_of(flight.purpose).update(flight.token, unfinished)
 
     def _on_space(self, report: m.SpaceReport, src: str) -> None:
@@ -323,8 +323,11 @@ class Rollouter:
             self._window_completed(entry[0])
 
     def replica_lost(self, replica: str, reason: str) -> int:
-        """Everything running or parked on a dead replica starts again. Returns how many samples."""
-        hit = [f for f in self._flights.values() if f.replica == replica]
+        """Everything running or parked on a dead replica starts again, and what it may not have handed over any more.
+
+        Returns how many samples. One that did arrive elsewhere becomes a twin, whose row may still win.
+        """
+        hit = [f for f in self._flights.values() if replica in (f.replica, f.holder)]
         for flight in hit:
             self._start_again(flight, f"{replica}: {reason}")
         self.blocked.pop(replica, None)

@@ -10,6 +10,7 @@ import pytest
 from sim_tools import config, events, verdicts
 
 from hybridsched.errors import DeadlineExceeded, FaultError, Interrupted, RequeueRequested
+from hybridsched.runtime import messages as m
 from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.simulation.clock import run_virtual
 from hybridsched.simulation.world import SimulatedRun
@@ -63,6 +64,29 @@ def test_a_killed_standalone_replica_loses_nothing(at: float) -> None:
 def test_a_killed_hybrid_loses_nothing_at_any_moment_of_a_switch(at: float) -> None:
     run, _summary = run_with((at, kill("hybrid.0")))
     assert verdicts(run) == {"trained": 64}
+
+
+def test_a_hybrid_that_dies_when_told_to_hand_over_loses_nothing() -> None:
+    """The lease counts for its new replica already, which never gets it."""
+    dropped: list[Any] = []
+
+    def die_at_the_handoff(run: SimulatedRun) -> None:
+        handle = run.workers["hybrid.0"]
+        deliver = handle.send
+
+        def send(envelope: m.Envelope) -> None:
+            if isinstance(envelope.body, m.Handoff) and envelope.body.dst != "hybrid.0":
+                dropped.append(envelope.body)
+                handle.kill("test")
+            else:
+                deliver(envelope)
+
+        handle.send = send  # type: ignore[method-assign]
+
+    run, summary = run_with((1, die_at_the_handoff))
+    assert dropped
+    assert verdicts(run) == {"trained": 64}
+    assert summary.reason == "end of data"
 
 
 def test_a_dead_hybrid_is_lent_again_after_the_next_hand_over() -> None:

@@ -58,6 +58,7 @@ class _Run:
         self.lease = lease
         self.generating = True
         self.discard = False
+        self.aborted = False  #: while its rewards were computed: responses to generate again are generated elsewhere
         self.parked: asyncio.Event = asyncio.Event()  # set when generation ended, one way or the other
         self.started_s = 0.0
 
@@ -178,6 +179,9 @@ class RolloutWorker:
                 return responses
             retry += 1
             responses = tuple(Response.empty() if r.failure is not None else r for r in responses)
+            if run.aborted:
+                self._park(run, responses, retry)
+                return None
             run.parked.clear()
 
     def _park(self, run: _Run, responses: tuple[Response, ...], retry: int) -> None:
@@ -276,9 +280,10 @@ class RolloutWorker:
             self._parked.pop(lease, None)
 
     async def _abort(self, order: m.AbortLeases, _src: str) -> None:
-        wanted = [
-            run for key, run in self._runs.items() if run.generating and (order.leases is None or key in order.leases)
-        ]
+        named = [run for key, run in self._runs.items() if order.leases is None or key in order.leases]
+        wanted = [run for run in named if run.generating]
+        for run in named:
+            run.aborted = True
         if order.drain_s > 0:
             wanted = await self._drained(wanted, order.drain_s)
         for run in wanted:
