@@ -62,8 +62,9 @@ class Parts:
         self.window = StalenessWindow(derived.max_required_samples)
         capacity = self._s * self._n
         self._peer = config.async_training.compat == "peer"
-        # The peer bounds what it starts, not what a replica holds: aborted requests go to whoever is left.
-        self.balancer = LoadBalancer(max_samples=None if self._peer else self._s)
+        # What is started is bounded in total (DESIGN 5.1), not what a replica holds: partial responses of one that
+        # leaves go on elsewhere at once, and the engine's own batch limit queues what does not fit yet.
+        self.balancer = LoadBalancer(max_samples=None)
         val_n = config.actor_rollout_ref.rollout.val_kwargs.n
         self.validation_balancer = LoadBalancer(max_samples=max(1, capacity // val_n))
         self.pool = Pool(services.plan, (self.balancer, self.validation_balancer), capacity, services.log)
@@ -92,9 +93,9 @@ class Parts:
         self._activity: dict[str, str] = {}
         self.rollouter.current_version = lambda: self.version
         self.rollouter.on_active_change = self._on_active_change
+        self.rollouter.admission_limit = self._concurrency
         if self._peer:
             self.rollouter.retry_s = PEER_RETRY_S
-            self.rollouter.admission_limit = self._concurrency
         self.pool.on_ready_change = self._on_ready_change
         self.resources.on_tenancy = self._on_tenancy
 

@@ -75,7 +75,7 @@ class Rollouter:
         self.reprefill_tokens = 0
         self.moved = 0
         self.retry_s = 0.0  #: compat: peer: an aborted request rests so long
-        self.admission_limit: Callable[[], int] | None = None  #: compat: peer: samples in flight, over all replicas
+        self.admission_limit: Callable[[], int] | None = None  #: samples in flight, over all replicas
         self.on_active_change: Callable[[str, int, int], None] | None = None
         endpoint.on(m.LeaseParked, self._on_parked)
         endpoint.on(m.LeaseLost, self._on_lost)
