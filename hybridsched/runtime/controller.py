@@ -9,9 +9,8 @@ What it orders is carried out by Rollouter, Intake, WeightSynchronizer, DynamicR
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
-from hybridsched.errors import FaultError, Interrupted, RequeueRequested, RunStalled
+from hybridsched.errors import FaultError, Interrupted, RequeueRequested
 from hybridsched.model import SegmentId, Verdict, WeightVersion
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.collector import Collector, CutShort, Hooks
@@ -20,12 +19,9 @@ from hybridsched.runtime.lending import Lending
 from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.recovery import Recovery
 from hybridsched.runtime.space import watch_space
+from hybridsched.runtime.stall import StallWatch
 from hybridsched.runtime.validation import Validation
 from hybridsched.scheduling.cycle import end_of_data, last_collection_action
-
-#: How many finished samples the stall check looks back on.
-STALL_WINDOW = 200
-ALL_FAILED = 16  #: samples in a row without a single good one, from the start on, end the run
 
 
 class Controller:
@@ -39,8 +35,7 @@ class Controller:
         self._lending = Lending(parts)
         self._validation = Validation(parts)
         self._recovery = Recovery(parts)
-        self._outcomes: deque[str] = deque(maxlen=STALL_WINDOW)
-        self._last_failure = ""
+        self._stall = StallWatch(self._d.step_required_samples, self._config.reward.max_failed_fraction)
         self._announced = 0  # segments
         self._collector = Collector(
             parts, self._lending, Hooks(self._check, lambda: self._cycle, self._status, self._activity)
@@ -58,6 +53,7 @@ class Controller:
         )
         self._s.endpoint.on(m.SampleCompleted, self._on_completed)
         self._s.endpoint.on(m.SegmentSealed, self._on_sealed)
+        self.parts.rollouter.on_verdict = self._stall.without_row
 
     async def run(self, resume_from: str | None = None) -> RunSummary:
         """From start-up to the last checkpoint. Raises what ended the run otherwise."""
@@ -286,9 +282,8 @@ class Controller:
         parts = self.parts
         flight = parts.rollouter.on_completed(done, src)
         if flight is not None and flight.purpose.value == "train":
-            self._outcomes.append(done.verdict or "good")
-            if done.verdict == "failed":
-                self._last_failure = f"; the last failure: {done.reason}"
+            if not done.verdict:
+                self._stall.good()
             cycle = self._cycle
             cycle.generation_s.append(self._s.clock.now() - flight.admitted_at)
             parts.service_s.append(flight.served_s)
@@ -315,24 +310,7 @@ class Controller:
     def _check(self) -> None:
         self.parts.fleet.check()
         self._stop_if_asked()
-        self._check_stall()
-
-    def _check_stall(self) -> None:
-        """Everything filtered, everything failing: stop and say so."""
-        seen = len(self._outcomes)
-        hopeless = seen >= ALL_FAILED and self._outcomes.count("failed") == seen  # slow failures (time-outs) add up
-        if not hopeless and seen < max(8, min(STALL_WINDOW, 4 * self._d.step_required_samples, 50)):
-            return
-        failed = self._outcomes.count("failed") / seen
-        filtered = self._outcomes.count("filtered") / seen
-        limit = self._config.reward.max_failed_fraction
-        if failed > limit or (seen == STALL_WINDOW and filtered == 1.0):
-            raise RunStalled(
-                f"of the last {seen} samples {failed:.0%} failed, {filtered:.0%} were filtered and "
-                f"{1 - failed - filtered:.0%} can be trained on (reward.max_failed_fraction = {limit:.0%})"
-                f"{self._last_failure}. Every sample's reason: hybridsched explain RUN samples; tracebacks of the "
-                "reward function: agent.*.reward.*.log among the logs"
-            )
+        self._stall.check()
 
     def _stop_if_asked(self) -> None:
         kind = self._s.stop.kind

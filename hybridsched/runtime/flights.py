@@ -13,6 +13,7 @@ from hybridsched.scheduling.load_balancer import LoadBalancer, ReplicaLease
 
 #: The weights a run starts with.
 FIRST = WeightVersion(0, 0)
+LEASE_TRIES = 3  #: a sample whose leases end with an error that often is given up
 
 
 class Prompts(Protocol):
@@ -62,6 +63,18 @@ class ValidationRun:
     next: int = 0
     again: deque[int] = field(default_factory=deque)
     results: dict[int, m.SampleCompleted] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> bool:
+        """Some samples have still to be sent."""
+        return bool(self.again) or self.next < len(self.prompts)
+
+    def take(self) -> int:
+        """The next sample to send."""
+        if self.again:
+            return self.again.popleft()
+        self.next += 1
+        return self.next - 1
 
     @property
     def done(self) -> bool:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from hybridsched.errors import FaultError
 from hybridsched.model import Prompt, Purpose, SamplingParams, Verdict, WeightVersion
 from hybridsched.runlog.base import EventSink
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
-from hybridsched.runtime.flights import FIRST, InFlight, Prompts, ValidationRun
+from hybridsched.runtime.flights import FIRST, LEASE_TRIES, InFlight, Prompts, ValidationRun
 from hybridsched.runtime.intake import Completed, Intake
 from hybridsched.runtime.signal import Signal
 from hybridsched.scheduling.load_balancer import LoadBalancer
@@ -76,6 +77,8 @@ class Rollouter:
         self.moved = 0
         self.retry_s = 0.0  #: compat: peer: an aborted request rests so long
         self.admission_limit: Callable[[], int] | None = None  #: samples in flight, over all replicas
+        self._failures: Counter[tuple[Purpose, int]] = Counter()  # leases of a sample that ended with an error
+        self.on_verdict: Callable[[str, str], None] = lambda _verdict, _reason: None  #: of samples without a row
         self.on_active_change: Callable[[str, int, int], None] | None = None
         endpoint.on(m.LeaseParked, self._on_parked)
         endpoint.on(m.LeaseLost, self._on_lost)
@@ -204,25 +207,17 @@ class Rollouter:
 
     def cancel_validation(self) -> None:
         """Forget what is still open (its replicas are told to drop it)."""
-        for flight in self.flights():
-            if flight.purpose is Purpose.VALIDATION:
-                self._forget(flight)
-                self._endpoint.tell(flight.replica, m.DropParked([flight.lease]))
+        for flight in [each for each in self.flights() if each.purpose is Purpose.VALIDATION]:
+            self._forget(flight)
+            self._endpoint.tell(flight.replica, m.DropParked([flight.lease]))
         self.validation = None
 
     def _pump_validation(self) -> None:
         run = self.validation
-        if run is None:
-            return
-        while run.again or run.next < len(run.prompts):
-            replica = self._validation_balancer.choose(None, run.params.n)
-            if replica is None:
+        while run is not None and run.waiting:
+            if (replica := self._validation_balancer.choose(None, run.params.n)) is None:
                 return
-            if run.again:
-                index = run.again.popleft()
-            else:
-                index = run.next
-                run.next += 1
+            index = run.take()
             self._send(run.prompts[index], index, Purpose.VALIDATION, run.params, replica, 0, 0)
 
     # --- moving ---------------------------------------------------------------------------------------------------
@@ -263,11 +258,19 @@ class Rollouter:
             self.pump()
 
     def _on_failed(self, failed: m.LeaseFailed, src: str) -> None:
-        if (flight := self._flights.get(failed.lease)) is not None:
-            self._log.event("fault", src, new="lease failed", reason=failed.reason, uid=flight.uid)
+        if (flight := self._flights.get(failed.lease)) is None:
+            return
+        self._log.event("fault", src, new="lease failed", reason=failed.reason, uid=flight.uid)
+        self._failures[flight.purpose, flight.uid] += 1
+        if self._failures[flight.purpose, flight.uid] < LEASE_TRIES or self._intake.holds(flight.uid):
             self._start_again(flight, failed.reason)
-            self.pump()
-            self._changed.notify()
+        elif flight.purpose is Purpose.VALIDATION:
+            raise FaultError(f"validation sample {flight.uid} failed {LEASE_TRIES} times: {failed.reason}")
+        else:
+            self._forget(flight)
+            self._verdict(flight.uid, Verdict.FAILED, f"no replica can generate it: {failed.reason}")
+        self.pump()
+        self._changed.notify()
 
     def _on_beat(self, beat: m.Beat, _src: str) -> None:
         for lease, unfinished in beat.unfinished.items():
@@ -302,13 +305,18 @@ class Rollouter:
             return flight
         self.generated += 1
         if done.verdict:
-            self.window.verdict(done.sample_uid, Verdict(done.verdict))
-            self._intake.verdict(done.sample_uid, Verdict(done.verdict), reason=done.reason)
-            self._log.event("sample", str(done.sample_uid), new=done.verdict, reason=done.reason)
+            self._verdict(done.sample_uid, Verdict(done.verdict), done.reason)
         else:
             self._window_completed(done.sample_uid)
             self._intake.on_completed(done.sample_uid, Completed(src, self._incarnation_of(src), sum(done.n_tokens)))
         return flight
+
+    def _verdict(self, uid: int, verdict: Verdict, reason: str) -> None:
+        """A sample ends without a row."""
+        self.window.verdict(uid, verdict)
+        self._intake.verdict(uid, verdict, reason=reason)
+        self._log.event("sample", str(uid), new=verdict.value, reason=reason)
+        self.on_verdict(verdict.value, reason)
 
     def on_durable(self, uids: Sequence[int]) -> None:
         """Rows of these uids are durable: whoever still generates a twin of them stops counting."""
@@ -323,10 +331,7 @@ class Rollouter:
             self._window_completed(entry[0])
 
     def replica_lost(self, replica: str, reason: str) -> int:
-        """Everything running or parked on a dead replica starts again, and what it may not have handed over any more.
-
-        Returns how many samples. One that did arrive elsewhere becomes a twin, whose row may still win.
-        """
+        """What ran, was parked or may still have to be handed over there starts again. Returns how many samples."""
         hit = [f for f in self._flights.values() if replica in (f.replica, f.holder)]
         for flight in hit:
             self._start_again(flight, f"{replica}: {reason}")

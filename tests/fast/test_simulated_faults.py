@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sim_tools import config, events, verdicts
 
-from hybridsched.errors import DeadlineExceeded, FaultError, Interrupted, RequeueRequested
+from hybridsched.errors import DeadlineExceeded, FaultError, Interrupted, RequeueRequested, RunStalled
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.simulation.clock import run_virtual
@@ -87,6 +87,23 @@ def test_a_hybrid_that_dies_when_told_to_hand_over_loses_nothing() -> None:
     assert dropped
     assert verdicts(run) == {"trained": 64}
     assert summary.reason == "end of data"
+
+
+def refuse(worker: str) -> Deed:
+    """From now on every generation there ends with an error at once, as with weights that hold NaN."""
+
+    def deed(run: SimulatedRun) -> None:
+        async def generate(_request: Any) -> Any:
+            raise FaultError("logits are not finite")
+
+        run.workers[worker].engine.generate = generate  # type: ignore[union-attr, method-assign]
+
+    return deed
+
+
+def test_replicas_that_can_generate_nothing_stall_the_run_at_once() -> None:
+    with pytest.raises(RunStalled, match="no replica can generate it: FaultError: logits are not finite"):
+        run_with((12, refuse("standalone.0")), (12, refuse("hybrid.0")))
 
 
 def test_a_dead_hybrid_is_lent_again_after_the_next_hand_over() -> None:
