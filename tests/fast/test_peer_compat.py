@@ -38,9 +38,9 @@ def test_samples_are_enough_only_at_the_next_poll() -> None:
 
 
 def test_a_replica_takes_more_requests_than_its_share_when_hybrids_leave() -> None:
-    """Aborted requests go at once to who is left; ours wait until there is room."""
+    """Aborted requests go at once to who is left, with and without compat: what is started is bounded in total."""
     assert _most_leases(PEER, *LENDING) > 3
-    assert _most_leases(*LENDING) == 3
+    assert _most_leases(*LENDING) > 3
 
 
 def _pauses(run: SimulatedRun) -> list[float]:
