@@ -148,7 +148,7 @@ class Controller:
         parts.log.event("run", "run", new="stopped", reason=reason)
 
     async def _surplus(self) -> None:
-        """What is left over at the end gets its verdict, so that every accepted sample has one."""
+        """What is left over at the end gets its verdict, so that every sample that was issued has one."""
         parts = self.parts
         parts.rollouter.paused = "the run ends"
         await self._collector.flush_all("end of the run")
@@ -157,6 +157,8 @@ class Controller:
         for row in list(parts.intake.queue):
             parts.intake.verdict(row.sample_uid, Verdict.SURPLUS, row=row)
         parts.intake.queue.clear()
+        for uid in sorted({*parts.intake.completed, *parts.rollouter.unfinished_uids()}):
+            parts.intake.verdict(uid, Verdict.SURPLUS, unfinished=True)
 
     # --- one cycle ------------------------------------------------------------------------------------------------
 

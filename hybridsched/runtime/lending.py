@@ -228,7 +228,7 @@ class Lending:
         deadline = p.clock.now() + self._config.deadlines.drain_s * self._config.deadlines.scale
         oldest = p.rollouter.oldest_versions()
         due = due_before_sync(oldest, p.version, p.forks, training.max_off_policy_threshold)
-        while any(p.rollouter.is_in_flight(uid) for uid in due):
+        while not set(due).isdisjoint(p.rollouter.unfinished_uids()):
             left = deadline - p.clock.now()
             p.fleet.check()
             if left <= 0 or not p.pool.ready() or not await p.changed.wait(left):

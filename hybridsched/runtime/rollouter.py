@@ -119,9 +119,9 @@ class Rollouter:
         """Samples to be issued again."""
         return [uid for uid, _issue in self._again]
 
-    def is_in_flight(self, uid: int) -> bool:
-        """True while a training sample is generated or parked."""
-        return uid in self._by_uid
+    def unfinished_uids(self) -> list[int]:
+        """Training samples in flight, parked, or to be issued again."""
+        return [*self._by_uid, *self.waiting()]
 
     def oldest_versions(self) -> dict[int, WeightVersion]:
         """Version under which each training sample in flight began."""

@@ -241,10 +241,10 @@ def test_all_metrics_are_there_and_finite(job: RealRun) -> None:
 
 
 def test_validation_was_made_before_in_between_and_at_the_end(job: RealRun) -> None:
-    """The resume makes the validation of its checkpoint again when Ctrl-C may have cut it short."""
-    steps = job.log().metrics()["val/reward/mean@1"].step.tolist()
-    assert [0, 2, 4, 6] == sorted(set(steps))
-    assert len(steps) <= 5
+    """A stop cuts a running validation off: at its own version it is made again, else it is left out."""
+    steps = set(job.log().metrics()["val/reward/mean@1"].step.tolist())
+    assert {0, 2, 4, 6} >= steps >= {0, 6}
+    assert len(steps) >= 3
 
 
 def test_reports_can_be_made_of_it(job: RealRun, tmp_path: Path) -> None:
