@@ -44,8 +44,10 @@ def write_netcdf(path: Path, tables: Sequence[Table], attrs: Mapping[str, str | 
     """Write ``path`` whole or not at all. Raises OSError, or RuntimeError (how HDF5 reports a full disk)."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        _write(temporary, tables, attrs)
-        with open(temporary, "rb") as written:
+        image = _image(path.name, tables, attrs)
+        with open(temporary, "wb") as written:
+            written.write(image)
+            written.flush()
             os.fsync(written.fileno())
         os.replace(temporary, path)
         fsync_folder(path.parent)
@@ -54,10 +56,13 @@ def write_netcdf(path: Path, tables: Sequence[Table], attrs: Mapping[str, str | 
         raise
 
 
-def _write(path: Path, tables: Sequence[Table], attrs: Mapping[str, str | int | float]) -> None:
+def _image(name: str, tables: Sequence[Table], attrs: Mapping[str, str | int | float]) -> bytes:
+    """The file as bytes. HDF5 never meets the disk: on a full one it would take the process down (SIGSEGV)."""
     import h5py
 
-    with h5py.File(path, "w", libver=("v108", "v110"), locking=False, track_order=True) as file:
+    with h5py.File(
+        name, "w", driver="core", backing_store=False, libver=("v108", "v110"), locking=False, track_order=True
+    ) as file:
         for name, value in {"Conventions": CONVENTIONS, **attrs}.items():
             file.attrs[name] = storable(value) if isinstance(value, str) else value
         for number, table in enumerate(tables):
@@ -72,6 +77,9 @@ def _write(path: Path, tables: Sequence[Table], attrs: Mapping[str, str | int | 
                 dataset.dims[0].attach_scale(scale)
                 if others and name not in table.coordinates:
                     dataset.attrs["coordinates"] = others
+        file.flush()
+        image: bytes = file.id.get_file_image()
+    return image
 
 
 def _dataset(file: Any, name: str, variable: Variable) -> Any:

@@ -254,7 +254,8 @@ def test_a_full_disk_stops_admission_and_loses_nothing(run_yaml: Path, small_dis
         filler = fill(small_disk)
         time.sleep(6.0)  # a few samples and a checkpoint meet the full disk
         assert run.process is not None
-        assert run.process.poll() is None, run.story()
+        if run.process.poll() is not None:
+            raise AssertionError(f"{run.end()}\n{run.story()}")
         filler.unlink()
         run.finish()
 
