@@ -74,9 +74,17 @@ class CpuMeter:
         self._mark = f"HYBRIDSCHED_RUN_ID={run_id}".encode()
         self._seen: dict[int, tuple[str, float, float, float]] = {}  # pid -> kind, first cpu, last cpu, first time
         self._last: dict[int, float] = {}
+        self._begun = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+
+    def begin(self, status: dict[str, Any]) -> None:
+        """Count from the first finished cycle on: loading a model is not what a sleeping worker costs."""
+        if status.get("phase") == "cycle done" and not self._begun:
+            self._begun = True
+            self._seen.clear()
+            self._last.clear()
 
     def stop(self) -> tuple[dict[str, float], dict[str, float]]:
         """(CPU seconds, seconds observed) by kind."""
@@ -148,7 +156,7 @@ class DemoRuns:
         )
         prepared = prepare(config, resume=False, force=True)
         meter = CpuMeter(prepared.run_id)
-        code = run_local(prepared)
+        code = run_local(prepared, on_status=meter.begin)
         cpu, alive = meter.stop()
         if code != 0:
             raise RuntimeError(f"run in {target} ended with {code}; logs in {target}/attempts/latest/logs")
