@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybridsched.config.derived import Derived, derive
+from hybridsched.config.derived import derive
 from hybridsched.config.schema import RunConfig
 from hybridsched.data.stream import PromptSet, PromptStream, synthetic_prompts
 from hybridsched.data.tokenizer import Tokenizer, stop_token_ids
@@ -263,8 +263,3 @@ def _write_result(attempt: Path, summary: RunSummary | None, error: BaseExceptio
     tmp = attempt / (RESULT_FILE + ".tmp")
     tmp.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     os.replace(tmp, attempt / RESULT_FILE)
-
-
-def derived_of(config: RunConfig) -> Derived:
-    """Derived values that do not depend on the number of prompts (agents need no data)."""
-    return derive(config)

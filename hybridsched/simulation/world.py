@@ -20,7 +20,6 @@ from hybridsched.errors import WorkerDied
 from hybridsched.model import Prompt
 from hybridsched.runtime import messages as m
 from hybridsched.runtime import wire
-from hybridsched.runtime.checkpoints import LogPosition
 from hybridsched.runtime.controller import Controller
 from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.runtime.endpoint import Endpoint
@@ -28,7 +27,7 @@ from hybridsched.runtime.node_agent import AgentSettings, NodeAgent
 from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.plan import CONTROLLER, RunPlan, WorkerSpec, build_plan
 from hybridsched.runtime.policy_loader import load_policy
-from hybridsched.runtime.services import ChainSources, Services
+from hybridsched.runtime.services import Services
 from hybridsched.runtime.supervision import RewardPool, WorkerExit
 from hybridsched.runtime.transport.memory import Faults, MemoryNetwork
 from hybridsched.runtime.workers.build import build_emulated_worker
@@ -36,10 +35,11 @@ from hybridsched.runtime.workers.rollout import RolloutWorker
 from hybridsched.runtime.workers.settings import phase_deadlines
 from hybridsched.runtime.workers.trainer import TrainerWorker
 from hybridsched.scheduling.policy import DynamicSchedulePolicyBase
+from hybridsched.simulation.chains import memory_chains
 from hybridsched.simulation.checkpoints import MemoryCheckpointStore
 from hybridsched.simulation.clock import VirtualClock, run_virtual
 from hybridsched.simulation.runlog import MemoryRunLog
-from hybridsched.simulation.storage import MemoryChainedLog, MemoryDisk, MemorySegmentStore, read_chain
+from hybridsched.simulation.storage import MemoryDisk, MemorySegmentStore
 
 
 async def inline(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -298,7 +298,7 @@ class SimulatedRun:
             log=self.log,
             offload=inline,
             store=MemorySegmentStore(self.disk),
-            chains=self._chains(),
+            chains=memory_chains(self.disk, self.new_incarnation),
             checkpoints=self.checkpoints,
             prompts=self._prompts(),
             validation_prompts=self._validation(),
@@ -314,17 +314,6 @@ class SimulatedRun:
     def _audit(self) -> None:
         if self._on_step is not None:
             self._on_step(self)
-
-    def _chains(self) -> ChainSources:
-        def open_log(name: str, incarnation: str, parent: LogPosition | None) -> MemoryChainedLog:
-            fork = None if parent is None else (parent.incarnation, parent.position)
-            return MemoryChainedLog(self.disk, name, incarnation, fork)
-
-        return ChainSources(
-            open=open_log,
-            new_incarnation=self.new_incarnation,
-            read=lambda name, incarnation: read_chain(self.disk, name, incarnation),
-        )
 
     def _prompts(self) -> PromptStream:
         emulated, trainer = self.config.emulated, self.config.trainer
