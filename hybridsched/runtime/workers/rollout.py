@@ -18,6 +18,7 @@ from msgspec.structs import replace as m_replace
 
 from hybridsched.engines.base import GenerationEngine, GroupRequest
 from hybridsched.model import Response, Sample, Verdict
+from hybridsched.rewards.scoring import overlong_penalty
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
@@ -201,15 +202,14 @@ class RolloutWorker:
         out = list(responses)
         for index, (reward, failure) in zip(todo, scores, strict=True):
             if reward is not None and lease.purpose == "train":
-                reward -= self._overlong(out[index].n_tokens, lease.params.max_new_tokens)
+                reward += self._overlong(out[index].n_tokens, lease.params.max_new_tokens)
             out[index] = out[index].with_reward(reward, failure)
         return tuple(out)
 
     def _overlong(self, n_tokens: int, budget: int) -> float:
-        if not self._settings.overlong_buffer:
-            return 0.0
-        over = n_tokens - (budget - self._settings.overlong_buffer)
-        return max(0.0, min(1.0, over / self._settings.overlong_buffer)) * self._settings.overlong_factor
+        """Added to the reward: 0 without overlong shaping."""
+        buffer = self._settings.overlong_buffer
+        return overlong_penalty(n_tokens, budget, buffer, self._settings.overlong_factor) if buffer else 0.0
 
     def _complete(self, run: _Run, responses: tuple[Response, ...]) -> None:
         lease = run.lease
