@@ -123,7 +123,9 @@ class SiteProfile(Section):
 
     def script_lines(self) -> list[str]:
         """Shell lines that make the environment: sourced files, modules, variables."""
-        lines = [f"source {shlex.quote(path)}" for path in self.source]
+        lines = []
+        for path in self.source:
+            lines += ["# shellcheck source=/dev/null", f"source {shlex.quote(path)}"]
         if self.modules:
             lines += ["module purge", *(f"module load {shlex.quote(name)}" for name in self.modules)]
         return lines + [f"export {name}={shlex.quote(value)}" for name, value in self.variables().items()]
