@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from submitit.core.core import R
+from submitit.core.core import Job, R
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
@@ -132,12 +132,13 @@ class HetSlurmExecutor(SlurmExecutor):
 
     def submit(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> HetSlurmJob[R]:
         """Every rank calls ``fn(*args, **kwargs)``. Raises UserError with the reason when Slurm cannot run it."""
-        job: HetSlurmJob[R] = self._internal_process_submissions([DelayedSubmission(fn, *args, **kwargs)])[0]
+        (job,) = self._internal_process_submissions([DelayedSubmission(fn, *args, **kwargs)])
+        assert isinstance(job, HetSlurmJob)
         return job
 
     # --- a submission ---------------------------------------------------------------------------------------------
 
-    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[HetSlurmJob[Any]]:
+    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> list[Job[Any]]:
         if len(delayed_submissions) != 1:
             raise NotImplementedError(
                 f"{len(delayed_submissions)} functions at once are a job array, and Slurm refuses --array in "

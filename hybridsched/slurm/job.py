@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from submitit.core.core import R
 from submitit.core.utils import FailedJobError, UncompletedJobError
@@ -96,7 +96,7 @@ class HetSlurmJob(SlurmJob[R]):
     `stderr`, `task(rank)`, `awaitable`. Added: `checkpoint`, `clean`, bounds for `wait`.
     """
 
-    watcher: ClassVar[HetWatcher] = HetWatcher()
+    watcher = HetWatcher()
     clean_when_collected = False  #: remove pickles once results or an exception were handed out
 
     # --- state ----------------------------------------------------------------------------------------------------
