@@ -62,7 +62,8 @@ def statuses(folder: Path, after: tuple[float, int] = (0.0, -1)) -> list[Status]
         log = RunLog.open(folder)
     except (RunFolderError, FaultError):
         return []  # not there yet, or just being written: the next look will see it
-    began = min((row.time for row in [*log.event_rows[:1], *log.metric_rows[:1]]), default=0.0)
+    firsts = [row.time for row in log.event_rows[:1]] + [row.time for row in log.metric_rows[:1]]
+    began = min(firsts, default=0.0)
     found, trained = [], 0.0
     for row in log.metric_rows:
         if "timing_s/step" not in row.values:

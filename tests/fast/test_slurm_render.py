@@ -110,9 +110,7 @@ def test_a_script_does_with_odd_folders_what_it_says(tmp_path):
     site = SiteProfile(python=str(python), environment={"OUT": str(folder / "out")})
     lines = components_lines([Component()], site, _job("x.log"), 5)
     script = tmp_path / "job.sh"
-    script.write_text(
-        render_run(lines, site, run_folder=folder, working_folder=folder, title="a", roles=["trainer"])
-    )
+    script.write_text(render_run(lines, site, run_folder=folder, working_folder=folder, title="a", roles=["trainer"]))
     subprocess.run(["bash", str(script)], check=True, timeout=60)
     assert ["-m", "hybridsched.slurm.batch_main", "--run", str(folder)] == (folder / "out").read_text().splitlines()
 
