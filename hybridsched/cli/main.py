@@ -19,7 +19,25 @@ from typing import Annotated
 import typer
 
 from hybridsched import __version__
-from hybridsched.cli import compare, config, demo, explain, init, plan, policies, queue, report, run, simulate, status
+from hybridsched.cli import (
+    cancel,
+    compare,
+    config,
+    demo,
+    explain,
+    init,
+    logs,
+    plan,
+    policies,
+    queue,
+    render,
+    report,
+    run,
+    simulate,
+    status,
+    submit,
+    watch,
+)
 from hybridsched.errors import FaultError, HybridschedError, InternalError, Interrupted
 
 TRACEBACK_VARIABLE = "HYBRIDSCHED_TRACEBACK"
@@ -42,15 +60,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_START, _AHEAD, _LOOK = "Start", "Look ahead", "Look at a run"
+_START, _SLURM, _AHEAD, _LOOK = "Start", "Slurm", "Look ahead", "Look at a run"
 app.command("demo", rich_help_panel=_START)(demo.demo)
 app.command("init", rich_help_panel=_START)(init.init)
 app.command("run", rich_help_panel=_START)(run.run)
 app.command("config", rich_help_panel=_START)(config.config)
 app.command("policies", rich_help_panel=_START)(policies.policies)
+app.command("render", rich_help_panel=_SLURM)(render.render)
+app.command("submit", rich_help_panel=_SLURM)(submit.submit)
+app.command("watch", rich_help_panel=_SLURM)(watch.watch)
+app.command("cancel", rich_help_panel=_SLURM)(cancel.cancel)
 app.command("simulate", rich_help_panel=_AHEAD)(simulate.simulate)
 app.command("plan", rich_help_panel=_AHEAD)(plan.plan)
 app.command("status", rich_help_panel=_LOOK)(status.status)
+app.command("logs", rich_help_panel=_LOOK)(logs.logs)
 app.command("report", rich_help_panel=_LOOK)(report.report)
 app.command("explain", rich_help_panel=_LOOK)(explain.explain)
 app.command("compare", rich_help_panel=_LOOK)(compare.compare)

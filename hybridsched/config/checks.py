@@ -68,9 +68,18 @@ def notes(config: RunConfig) -> list[str]:
         found.append("trainer.test_freq has no effect: data.val_files is empty")
     if config.actor_rollout_ref.actor.ppo_mini_batch_size < data_parallel_size(config):
         found.append(f"{_ACTOR}.ppo_mini_batch_size is smaller than the data-parallel size: some trainer ranks idle")
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        found += _megatron_notes(config)
     if rollout.nnodes == 0 and not training.use_dynamic_resource_scheduling:
         found.append("rollout.nnodes: 0 is colocated mode: hybrid replicas are built and lent in every cycle")
     return found
+
+
+def _megatron_notes(config: RunConfig) -> list[str]:
+    source = config.actor_rollout_ref.actor.megatron.weight_source
+    if source == "builtin":
+        return []
+    return [f"{_ACTOR}.megatron.weight_source: {source}: needs {source}, not run by us"]
 
 
 def _engines(config: RunConfig) -> Iterator[Problem]:

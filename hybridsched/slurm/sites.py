@@ -123,10 +123,18 @@ class SiteProfile(Section):
 
     def script_lines(self) -> list[str]:
         """Shell lines that make the environment: sourced files, modules, variables."""
-        lines = [f"source {shlex.quote(path)}" for path in self.source]
+        lines = []
+        for path in self.source:
+            lines += ["# shellcheck source=/dev/null", f"source {shlex.quote(path)}"]
         if self.modules:
             lines += ["module purge", *(f"module load {shlex.quote(name)}" for name in self.modules)]
-        return lines + [f"export {name}={shlex.quote(value)}" for name, value in self.variables().items()]
+        return lines + [f"export {name}={_assigned(value)}" for name, value in self.variables().items()]
+
+
+def _assigned(value: str) -> str:
+    """Quoted; also a leading ``=``, which is right in an assignment but reads like a comparison."""
+    quoted = shlex.quote(value)
+    return f"'{quoted}'" if quoted.startswith("=") else quoted
 
 
 def load_site(name_or_path: str | os.PathLike[str] | None = None) -> SiteProfile:
@@ -134,8 +142,7 @@ def load_site(name_or_path: str | os.PathLike[str] | None = None) -> SiteProfile
 
     Raises ConfigError with file, line, key and cure for everything wrong in it.
     """
-    chosen = os.fspath(name_or_path) if name_or_path is not None else os.environ.get(SITE_VARIABLE) or DEFAULT_SITE
-    path = _path_of(chosen)
+    path = _path_of(_chosen(name_or_path))
     values, origins = parse_yaml(read_text(path), str(path))
     try:
         site = SiteProfile.model_validate(values)
@@ -147,6 +154,12 @@ def load_site(name_or_path: str | os.PathLike[str] | None = None) -> SiteProfile
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return site
+
+
+def site_choice(name_or_path: str | None) -> str:
+    """What chooses the same profile from any folder and in any environment: a name, or an absolute path."""
+    chosen = _chosen(name_or_path)
+    return str(Path(chosen).absolute()) if _is_path(chosen) else chosen
 
 
 def site_of_run(run_folder: Path) -> SiteProfile:
@@ -169,8 +182,16 @@ def _folder() -> Path:
     return Path(str(importlib.resources.files("hybridsched"))) / "_data" / "sites"
 
 
+def _chosen(name_or_path: str | os.PathLike[str] | None) -> str:
+    return os.fspath(name_or_path) if name_or_path is not None else os.environ.get(SITE_VARIABLE) or DEFAULT_SITE
+
+
+def _is_path(chosen: str) -> bool:
+    return "/" in chosen or chosen.endswith((".yaml", ".yml"))
+
+
 def _path_of(chosen: str) -> Path:
-    if "/" in chosen or chosen.endswith((".yaml", ".yml")):
+    if _is_path(chosen):
         return Path(chosen)
     path = _folder() / f"{words.name(chosen, 'slurm.site')}.yaml"
     if not path.is_file():

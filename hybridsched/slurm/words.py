@@ -18,8 +18,8 @@ _EXPRESSION = re.compile(r"[A-Za-z0-9_.,+:/@&|!*()\[\]=-]*")  # --constraint="a1
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_MEMORY = re.compile(r"\d+(\.\d+)?[KMGT]?B?", re.IGNORECASE)
-_TIME = re.compile(r"(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE)")
+_MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]?B?", re.IGNORECASE)
+_TIME = re.compile(r"([0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2}|[0-9]+(:[0-9]{1,2}){0,2}|UNLIMITED|INFINITE)")
 _MAX_NAME = 200
 
 
