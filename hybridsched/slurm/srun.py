@@ -96,14 +96,22 @@ class SrunLauncher:
         command = ["srun"]
         for group in groups:
             nodes = self._table.usable(group.role)
-            gpus = self._run.config.trainer if group.role == "trainer" else self._run.config.rollout
             het = [f"--het-group={group.index}"] if len(self._table.allocation.groups) > 1 else []
             count = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-            where = [*count, f"--nodelist={','.join(nodes)}", *self._site.gpu_option(gpus.n_gpus_per_node)]
+            where = [*count, f"--nodelist={','.join(nodes)}", *self._gpus(group.role)]
             rules = ["--kill-on-bad-exit=1", "--overlap", "--mem=0", "--cpu-bind=none", f"--job-name={_STEP_NAME}"]
             command += [":"] * (command != ["srun"])
             command += [*het, *where, *rules, *self._site.step_arguments(), *agent]
         return command
+
+    def _gpus(self, role: str) -> list[str]:
+        """As the component asked for them (`submission`): none where everything computes on cores."""
+        config = self._run.config
+        if config.trainer.device == "cpu":
+            return []
+        if role == "trainer":
+            return self._site.gpu_option(config.trainer.n_gpus_per_node, config.slurm.trainer.gres)
+        return self._site.gpu_option(config.rollout.n_gpus_per_node, config.slurm.rollout.gres)
 
     def start(self, what: StepSpec, on_line: OnLine) -> SrunStep:
         """Start it."""
