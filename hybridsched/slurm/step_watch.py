@@ -105,7 +105,7 @@ class StepWatch:
             return None
         bound = self._config.deadlines.stop_s * self._config.deadlines.scale + SETTLE_S
         if result is not None and result.exit_code == FaultError.exit_code:
-            bound = 2 * GRACE_S
+            bound = GRACE_S / 2 if result.suspects else 2 * GRACE_S  # a launcher may wait for a lost node, in vain
         if self._for("result", now) <= bound:
             return None
         return f"the run ended, but its processes did not within {bound:.0f} s; killed"

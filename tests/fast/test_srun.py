@@ -70,7 +70,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Commands that would have gone to Slurm; all succeed and say nothing."""
     made: list[str] = []
 
-    def call(*command: str, timeout_s: float = 0.0) -> tuple[int, str]:
+    def call(*command: str, timeout_s: float = 0.0, cwd: Path | None = None) -> tuple[int, str]:
         made.append(" ".join(command))
         return 0, ""
 
@@ -142,7 +142,8 @@ def fake_srun(scene: Scene, program: str, silence_s: float = 60.0) -> tuple[Srun
     folder, info = scene.begin()
     lines: list[str] = []
     command = [sys.executable, "-c", program]
-    step = SrunStep(scene.spec(folder, info), command, {"PATH": "/usr/bin:/bin"}, lines.append, silence_s)
+    environment = {"PATH": "/usr/bin:/bin"}
+    step = SrunStep(scene.spec(folder, info), command, environment, lines.append, info.nodes, ["1", "2"], silence_s)
     return step, lines, folder
 
 
@@ -158,6 +159,13 @@ def test_rank_0_is_missed_when_its_beat_stops(scene: Scene) -> None:
     assert [] == step.lost()  # nobody was heard of yet
     pump_until(step, lambda: BEAT_LINE in lines)
     pump_until(step, lambda: step.lost() == [0])
+    assert [] == step.end()
+
+
+def test_what_srun_says_of_a_task_that_ended_badly_is_heard_at_once(scene: Scene) -> None:
+    program = "import time; print('srun: error: g[0-1]: tasks 1-2: Killed', flush=True); time.sleep(60)"
+    step, _lines, _ = fake_srun(scene, program)
+    pump_until(step, lambda: step.lost() == [1, 2])
     assert [] == step.end()
 
 
