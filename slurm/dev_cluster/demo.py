@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""`make slurm-demo`: boots a cluster of four nodes on this machine, runs the demo on it as a heterogeneous job, takes it
-down. The same model, data and run.yaml as `hybridsched demo`, submitted as users submit: `hybridsched submit --watch`.
+"""`make slurm-demo`: boots a cluster of four nodes here, runs the demo on it as a heterogeneous job, takes it down.
+
+The same model, data and run.yaml as `hybridsched demo`, submitted as users submit it: `hybridsched submit --watch`.
 
 Exit code: of the run, and 4 when the reward has not risen as it must in a whole demo (20 cycles).
 """
