@@ -200,7 +200,7 @@ def test_what_this_release_cannot_run_is_accepted_and_listed() -> None:
     assert [] == check(config)
     lines = not_available(config)
     assert "not available yet: actor_rollout_ref.rollout.name=vllm; use torch or emulated" == lines[0]
-    assert ["strategy=megatron", "launcher=slurm", "rollout.agent=m:f"] == [
+    assert ["strategy=megatron", "rollout.agent=m:f"] == [
         line.split(": ")[1].split(";")[0].removeprefix(f"{ACTOR}.") for line in lines[1:]
     ]
     assert [] == not_available(build(EMULATED))
