@@ -49,8 +49,6 @@ def not_available(config: RunConfig) -> list[str]:
         missing.append((f"{_ROLLOUT}.name=vllm", "use torch or emulated"))
     if actor.strategy == "megatron":
         missing.append((f"{_ACTOR}.strategy=megatron", "use torch or emulated"))
-    if config.launcher == "slurm":
-        missing.append(("launcher=slurm", "use launcher: local"))
     if config.rollout.agent is not None:
         missing.append((f"rollout.agent={config.rollout.agent}", "remove it: responses are single-turn"))
     return [f"not available yet: {what}; {instead}" for what, instead in missing]

@@ -75,9 +75,7 @@ def test_silence_is_not_taken_for_an_unknown_job(silent):
 
 
 def test_a_name_cannot_pretend_to_be_a_state():
-    line = (
-        "JobId=5 JobName=a JobState=RUNNING Reason=None Restarts=0 NodeList=n Comment=JobState=COMPLETED"
-    )
+    line = "JobId=5 JobName=a JobState=RUNNING Reason=None Restarts=0 NodeList=n Comment=JobState=COMPLETED"
     found = states_of(["5"], FakeSlurm(squeue=UNKNOWN, scontrol=said(line)))
     assert "RUNNING" == found["5"].state
 
