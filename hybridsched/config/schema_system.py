@@ -151,6 +151,8 @@ class FaultsConfig(Section):
     """Starts of the job step by the launch loop."""
     backoff_s: float = Field(1.0, ge=0)
     """First pause between attempts; doubles."""
+    requeues: int = Field(20, ge=0)
+    """launcher: slurm. Starts of the job after which a lost node is no reason to put it back into the queue."""
 
 
 class RunlogConfig(Section):
