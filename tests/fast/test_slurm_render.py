@@ -19,9 +19,9 @@ from hybridsched.cli import main as cli
 from hybridsched.config import check, load_config, notes
 from hybridsched.errors import ConfigError
 from hybridsched.slurm.components import Component
+from hybridsched.slurm.request import request_of
 from hybridsched.slurm.sbatch import JobOptions, components_lines, log_pattern, render_executor, render_run
 from hybridsched.slurm.sites import SiteProfile, load_site
-from hybridsched.slurm.submission import request_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden")

@@ -17,8 +17,9 @@ from hybridsched.runtime.prepare import read_run
 from hybridsched.slurm import SiteProfile
 from hybridsched.slurm.commands import Said
 from hybridsched.slurm.follow import Follower, statuses
+from hybridsched.slurm.request import request_of
 from hybridsched.slurm.sites import load_site, site_of_run
-from hybridsched.slurm.submission import SlurmRun, prepare_here, read_jobs, request_of, run_in, submit_run
+from hybridsched.slurm.submission import SlurmRun, prepare_here, read_jobs, run_in, submit_run
 
 RUN = """\
 launcher: slurm
