@@ -274,10 +274,11 @@ class SlurmRun:
 
     def _without_result(self, found: JobState | None) -> Ending:
         """Never a success. What agents said of themselves comes first, then what Slurm and the job script say."""
-        newest = last_attempt(self.folder)
-        own = (
-            judge(self.folder / "attempts" / str(newest), None, stopped=False) if newest > self.after_attempt else None
-        )
+        newest, own = last_attempt(self.folder), None
+        if newest > self.after_attempt:
+            own = judge(self.folder / "attempts" / str(newest), None, stopped=False)
+            if own.exit_code == 0:
+                return own  # the result has come after all
         told = "nothing any more (it does not know the job)" if found is None else found.told()
         parts = found.components if found is not None else ()
         codes = [f"component {one.offset}: {one.exit_code}" for one in parts if one.exit_code]
