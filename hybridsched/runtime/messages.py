@@ -158,6 +158,7 @@ class SampleCompleted(Message, frozen=True):
     generation_s: float = 0.0
     reprefill_tokens: int = 0
     version_span: int = 0
+    decode: dict[int, tuple[float, float, float, float]] = {}  #: of the replica since it last told (workers/meter.py)
 
 
 class SegmentSealed(Message, frozen=True):
