@@ -137,6 +137,7 @@ def report(
         "fit_errors": [fit.error_16_16, fit.error_8_24],
         "worst_fit_error_of_draws": max(max(abs(p["error_16_16"]), abs(p["error_8_24"])) for p in predicted),
         "draws": len(results),
+        "fits": [{"values": dict(draws[i]), "seed": i + 1, **one} for i, one in enumerate(predicted)],
         "effects_h": main_effects(assumptions, [draws[i] for i in range(len(predicted))], results),
         "picture": x.picture(fit.setting, outcomes),
     }

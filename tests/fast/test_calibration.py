@@ -33,7 +33,7 @@ TRUTH = {
     "sleep_s": (1.5, 0.01),
     "prompt_tokens": (64.0, 0.2),
 }
-CYCLES = 24
+CYCLES = 16
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fitted(recorded: Path) -> Calibration:
-    return calibrate(recorded, draws=3)
+    return calibrate(recorded, draws=2)
 
 
 @pytest.mark.parametrize("key", TRUTH)
@@ -87,8 +87,8 @@ def test_the_command_prints_both_tables_and_writes_a_scenario_that_can_be_played
     out = tmp_path / "scenario.yaml"
     assert 0 == main(["calibrate", str(recorded), "-o", str(out), "--draws", "1"])
     text = capsys.readouterr().out
-    assert "emulated.decode_base_s" in text and "predicted" in text and "12 cycles that were not fitted" in text
-    assert "fitted by `hybridsched calibrate` to cycles 1 to 12" in out.read_text(encoding="utf-8")
+    assert "emulated.decode_base_s" in text and "predicted" in text and "8 cycles that were not fitted" in text
+    assert "fitted by `hybridsched calibrate` to cycles 1 to 8" in out.read_text(encoding="utf-8")
     assert 0 == main(["simulate", str(out), "--cycles", "2", "--json"])
     assert 2 == json.loads(capsys.readouterr().out)["cycles"]
 
