@@ -10,7 +10,7 @@ import typer
 from hybridsched.cli.console import print_json, print_table
 
 if TYPE_CHECKING:
-    from hybridsched.simulation.calibration import Calibration
+    from hybridsched.simulation.calibration import Calibration, Part
 
 
 def calibrate(
@@ -36,6 +36,10 @@ def calibrate(
         typer.echo(f"scenario: {out} (hybridsched simulate {out}; hybridsched plan {out})")
 
 
+def _ratio(part: Part) -> str:
+    return f"{part.predicted / part.recorded - 1:+.1%}" if part.recorded > 0 else "-"
+
+
 def _print(found: Calibration) -> None:
     from hybridsched.report.text import duration
 
@@ -53,6 +57,8 @@ def _print(found: Calibration) -> None:
     ]
     columns = ("cycle", "recorded", "model", "off", "")
     print_table(columns, cycles, title="time of a cycle, without checkpoints and validation")
+    parts = [(p.name, f"{p.recorded:.4g}", f"{p.predicted:.4g}", _ratio(p)) for p in found.parts]
+    print_table(("part", "recorded", "model", "off"), parts, title="the cycles that were not fitted, mean")
     rest = sum(not one.fitted for one in found.cycles)
     low, high = found.rest_range
     typer.echo(

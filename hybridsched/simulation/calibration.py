@@ -12,7 +12,7 @@ read, are refused with the reason. Does not change the run folder.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -23,7 +23,7 @@ from hybridsched.config.schema import EmulatedConfig, RunConfig
 from hybridsched.errors import DataError, RunFolderError
 from hybridsched.runlog.reader import RunLog
 from hybridsched.runlog.rows import MetricsRow
-from hybridsched.simulation.fitting import fit_decode, fit_lengths, fit_train
+from hybridsched.simulation.fitting import Metrics, fit_decode, fit_lengths, fit_train
 from hybridsched.simulation.scenario import load_scenario
 from hybridsched.simulation.world import SimulatedRun
 
@@ -64,12 +64,22 @@ class ComparedCycle:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the cycles that were not fitted: mean per cycle, recorded and predicted."""
+
+    name: str
+    recorded: float
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """A fitted scenario and how well it foretells the run."""
 
     config: RunConfig
     found: tuple[Found, ...]
     cycles: tuple[ComparedCycle, ...]
+    parts: tuple[Part, ...]
     rest_s: tuple[float, ...]  #: time of all cycles that were not fitted, by draw
     notes: tuple[str, ...]
 
@@ -106,13 +116,34 @@ def calibrate(folder: Path, *, fit_share: float = 0.5, draws: int = 5) -> Calibr
     found, notes = _fit(config, values[:n])
     found = _balanced(config, found, values[:n])
     fitted = _with(config, found)
-    played = [[_modelled(row) for row in _play(_seeded(fitted, i), len(rows))] for i in range(1, draws + 1)]
+    played = [_play(_seeded(fitted, i), len(rows)) for i in range(1, draws + 1)]
     compared = tuple(
-        ComparedCycle(row.step, _modelled(row.values), fmean(run[i] for run in played), i < n)
+        ComparedCycle(row.step, _modelled(row.values), fmean(_modelled(run[i]) for run in played), i < n)
         for i, row in enumerate(rows)
     )
-    rest = tuple(math.fsum(run[n:]) for run in played)
-    return Calibration(fitted, tuple(found), compared, rest, (*_warnings(log, rows), *notes))
+    parts = _parts(values[n:], [row for run in played for row in run[n:]])
+    rest = tuple(math.fsum(map(_modelled, run[n:])) for run in played)
+    return Calibration(fitted, tuple(found), compared, parts, rest, (*_warnings(log, rows), *notes))
+
+
+def _parts(recorded: Sequence[Metrics], played: Sequence[Metrics]) -> tuple[Part, ...]:
+    """Where the difference comes from."""
+
+    def of(name: str, value: Callable[[Metrics], float]) -> Part:
+        return Part(name, fmean(map(value, recorded)), fmean(map(value, played)))
+
+    def timed(*names: str) -> Callable[[Metrics], float]:
+        return lambda values: math.fsum(values.get(f"timing_s/{name}", 0.0) for name in names)
+
+    return (
+        of("training, s", _training_s),
+        of("lent to rollout, s", timed("wait_for_enough_samples")),
+        of("waiting for samples, s", timed("gen", "seal_wait")),
+        of("weight sync, s", timed("param_sync")),
+        of("switching, s", timed("activate", "deactivate")),
+        of("trained tokens", lambda values: values.get("perf/total_num_tokens", 0.0)),
+        of("tokens of a response", lambda values: values.get("rollout/response_length/mean", 0.0)),
+    )
 
 
 def _with(config: RunConfig, found: Sequence[Found]) -> RunConfig:
@@ -126,7 +157,7 @@ def _seeded(config: RunConfig, more: int) -> RunConfig:
     return config.model_copy(update={"trainer": trainer})
 
 
-def _balanced(config: RunConfig, found: Sequence[Found], cycles: Sequence[Mapping[str, float]]) -> list[Found]:
+def _balanced(config: RunConfig, found: Sequence[Found], cycles: Sequence[Metrics]) -> list[Found]:
     """The training speed again, so that it is that of one rank: a collection takes as long as its longest rank.
 
     Recorded times hold the imbalance between ranks, and the simulation adds its own; one simulated run of the fitted
@@ -183,7 +214,7 @@ def _warnings(log: RunLog, rows: Sequence[MetricsRow]) -> list[str]:
     return notes
 
 
-def _fit(config: RunConfig, cycles: Sequence[Mapping[str, float]]) -> tuple[list[Found], list[str]]:
+def _fit(config: RunConfig, cycles: Sequence[Metrics]) -> tuple[list[Found], list[str]]:
     """Keys of ``emulated:`` from the cycles to be fitted, and remarks."""
     found, notes = _fit_engine(cycles)
     more, remarks = _fit_lengths_and_prompts(config, cycles)
@@ -197,7 +228,7 @@ def _fit(config: RunConfig, cycles: Sequence[Mapping[str, float]]) -> tuple[list
     return found, notes
 
 
-def _fit_engine(cycles: Sequence[Mapping[str, float]]) -> tuple[list[Found], list[str]]:
+def _fit_engine(cycles: Sequence[Metrics]) -> tuple[list[Found], list[str]]:
     fit = fit_decode(cycles)
     if fit is None:
         raise DataError(
@@ -217,7 +248,7 @@ def _fit_engine(cycles: Sequence[Mapping[str, float]]) -> tuple[list[Found], lis
     return found, notes
 
 
-def _fit_lengths_and_prompts(config: RunConfig, cycles: Sequence[Mapping[str, float]]) -> tuple[list[Found], list[str]]:
+def _fit_lengths_and_prompts(config: RunConfig, cycles: Sequence[Metrics]) -> tuple[list[Found], list[str]]:
     trained = [values.get("samples/trained", 0.0) for values in cycles]
     before = [math.fsum(trained[:i]) + 0.5 * trained[i] for i in range(len(trained))]
     lengths = fit_lengths(cycles, before, config.data.max_response_length)
@@ -233,7 +264,7 @@ def _fit_lengths_and_prompts(config: RunConfig, cycles: Sequence[Mapping[str, fl
     return found, list(lengths.notes)
 
 
-def _prompt_tokens(config: RunConfig, cycles: Sequence[Mapping[str, float]]) -> float:
+def _prompt_tokens(config: RunConfig, cycles: Sequence[Metrics]) -> float:
     """The trainer counts a prompt once per response."""
     n = config.actor_rollout_ref.rollout.n
     known = [
@@ -244,7 +275,7 @@ def _prompt_tokens(config: RunConfig, cycles: Sequence[Mapping[str, float]]) -> 
     return max(1.0, float(round(fmean(known)))) if known else float(config.emulated.prompt_tokens)
 
 
-def _fit_trainer(config: RunConfig, cycles: Sequence[Mapping[str, float]]) -> tuple[list[Found], list[str]]:
+def _fit_trainer(config: RunConfig, cycles: Sequence[Metrics]) -> tuple[list[Found], list[str]]:
     actor = config.actor_rollout_ref.actor
     seconds = [_training_s(values) for values in cycles]
     steps = [actor.ppo_epochs * values.get("samples/trained", 0.0) / actor.ppo_mini_batch_size for values in cycles]
@@ -261,7 +292,7 @@ def _fit_trainer(config: RunConfig, cycles: Sequence[Mapping[str, float]]) -> tu
     ], list(fit.notes)
 
 
-def _fit_switches(cycles: Sequence[Mapping[str, float]]) -> list[Found]:
+def _fit_switches(cycles: Sequence[Metrics]) -> list[Found]:
     """Medians; wake and hand-over follow each other and are recorded as one time."""
 
     def typical(name: str) -> tuple[float, int]:
@@ -279,11 +310,11 @@ def _typed(key: str, value: float) -> float | int:
     return int(value) if EmulatedConfig.model_fields[key].annotation is int else float(value)
 
 
-def _modelled(values: Mapping[str, float]) -> float:
+def _modelled(values: Metrics) -> float:
     return values[_STEP] - math.fsum(values.get(name, 0.0) for name in _BESIDE)
 
 
-def _training_s(values: Mapping[str, float]) -> float:
+def _training_s(values: Metrics) -> float:
     return max(0.0, values[_STEP] - math.fsum(values.get(name, 0.0) for name in _NOT_TRAINING))
 
 
@@ -332,6 +363,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         ],
         "fitted_off": calibration.share_off(fitted=True),
         "rest_off": calibration.share_off(fitted=False),
+        "rest_parts": {p.name: [p.recorded, p.predicted] for p in calibration.parts},
         "rest_off_of_draws": list(calibration.rest_range),
         "rest_cycle_error": calibration.mean_cycle_error(fitted=False),
         "rest_spread": calibration.recorded_spread(),

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -138,7 +138,9 @@ def fit_lengths(cycles: Sequence[Metrics], samples: Sequence[float], cut: int) -
     means = [values.get("rollout/response_length/mean") for values in cycles]
     if any(mean is None for mean in means) or not all(_quantile(values, 50) for values in cycles):
         return None
-    y, x = np.asarray(means, np.float64), np.asarray(samples, np.float64) / 1000.0
+    sigma = _sigma(cycles, cut)
+    y = np.asarray([_uncut_mean(mean, sigma, cut) for mean in means if mean is not None], np.float64)
+    x = np.asarray(samples, np.float64) / 1000.0
     notes: list[str] = []
     slope, error = _trend(x, y)
     level, growth = float(y.mean()), 0.0
@@ -150,9 +152,8 @@ def fit_lengths(cycles: Sequence[Metrics], samples: Sequence[float], cut: int) -
         half = len(y) // 2
         level = float(y[half:].mean())
         notes.append("responses became shorter: the lengths of the second half of the fitted cycles are used")
-    sigma = _sigma(cycles, cut)
-    mean = _uncut_mean(level, sigma, cut)
-    return LengthFit(mean, sigma, growth, _cut_share(mean, sigma, cut), tuple(notes))
+    cut_share = fmean(_cut_share(level * (1.0 + growth * float(at)), sigma, cut) for at in x)
+    return LengthFit(level, sigma, growth, cut_share, tuple(notes))
 
 
 def _quantile(values: Metrics, q: int) -> float:

@@ -74,8 +74,8 @@ class DecodeMeter:
         came = self._admitted(running)
         prefilled = min(work, self._prefill)
         self._prefill -= prefilled
-        batch = 0.5 * (self._running + came + running + leaving)
-        if batch > 0 and work > 0 and not self._skipped and now > self._at:
+        batch = max(1.0, 0.5 * (self._running + came + running + leaving))
+        if work > 0 and not self._skipped and now > self._at:
             self._book(batch, now - self._at, work - prefilled, prefilled)
         if not running:
             self._prefill = 0
@@ -104,7 +104,7 @@ class DecodeMeter:
         return sums
 
     def _book(self, batch: float, seconds: float, decoded: int, prefilled: int) -> None:
-        size = 1 << (max(1, int(batch)).bit_length() - 1)
+        size = 1 << (int(batch).bit_length() - 1)
         self._sums[size] = added(
             self._sums.get(size, NOTHING), (seconds, decoded / batch, float(decoded), float(prefilled))
         )
