@@ -324,10 +324,14 @@ AnyMessage = Message
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """One message on its way. call 0: no reply expected; reply True: answers that call of the other side."""
+    """One message on its way. call 0: no reply expected; reply True: answers that call of the other side.
+
+    serial: number of the message from this life of ``src`` to ``dst`` (runtime/once.py); 0: not numbered.
+    """
 
     src: str
     dst: str
     call: int
     reply: bool
     body: Message
+    serial: int = 0

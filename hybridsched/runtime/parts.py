@@ -242,13 +242,16 @@ class Parts:
         self.changed.notify()
 
     def _on_sync_resumed(self) -> None:
-        """Standalone replicas hold the weights: parked leases go on, but only up to their share with hybrids."""
+        """Standalone replicas hold the weights: they go on, but only with their share of what hybrids could do too."""
         if self._peer:  # requests retry at once on what is there; new samples wait until everything else is done
             self._on_capacity()
             return
-        lendable = len(self.resources.lendable())
-        ready = self.pool.n_ready
-        self.rollouter.reserve = self.rollouter.parked() * lendable // (lendable + ready) if lendable else 0
+        lendable, rollouter = len(self.resources.lendable()), self.rollouter
+        everybody = max(1, lendable + self.pool.n_ready)
+        rollouter.reserve = rollouter.parked() * lendable // everybody
+        room = self.window.room()
+        new = min(room, rollouter.prompts_left())
+        rollouter.reserve_new = room - new + new * lendable // everybody
         self.rollouter.paused = ""
         self._on_capacity()
 
