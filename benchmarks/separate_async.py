@@ -2,17 +2,17 @@
 
     python benchmarks/separate_async.py [--quick] [--json FILE] [--figure FILE]
 
-1. separate_async (24 GPUs: 2 hybrid nodes and 1 standalone node of 8 H100; 150 steps in 18.80 h, with switching 16.43 h).
-   Nothing is fitted to it: response lengths, speeds, costs and their ranges are those of the 32-GPU experiment (H20), as
-   `benchmarks/published/second_comparison.json` records them for each of its draws. Another GPU makes other hours, so
-   what is compared is the ratio of the two times; hours are given beside it. Taken from the publication are the split,
-   150 steps, the budget of 32k tokens, the switch ratio 0.4 and one abort a sync; a step is taken to be the cycle of
-   the 32-GPU experiment (64 samples of 8), which fits the published tokens (15,150 a second x 18.80 h / 150).
+1. separate_async (24 GPUs: 2 hybrid nodes and 1 standalone node of 8 H100; 150 steps in 18.80 h, with switching
+   16.43 h). Nothing is fitted to it: response lengths, speeds, costs and their ranges are those of the 32-GPU
+   experiment (H20), as benchmarks/published/ records them for each of its draws. Another GPU makes other hours, so what
+   is compared is the ratio of the two times; hours are given beside it. Taken from the publication are the split, 150
+   steps, the budget of 32k tokens, the switch ratio 0.4 and one abort a sync; a step is taken to be the cycle of the
+   32-GPU experiment (64 samples of 8), which fits the published tokens (15,150 a second x 18.80 h / 150).
 
 2. Lending against staleness (BiDiRL, 16 devices, batch 60, 2,048 tokens: 2702/2660/3417/4296/4368 tokens/s without
    lending at staleness 0/0.5/1/2/4; 3699/3489/4055/4499/4396 with opportunistic lending of trainer devices;
-   4078/3908/4455/5028/4859 with lending both ways: 1.51x down to 1.11x). We lend one way, so the opportunistic row is the
-   one to be compared with. Calibrated on the row without lending alone: its two ends say how long generation takes
+   4078/3908/4455/5028/4859 with lending both ways: 1.51x down to 1.11x). We lend one way, so the opportunistic row is
+   the one to be compared with. Calibrated on the row without lending alone: its two ends say how long generation takes
    against training; which of the two is the longer one, and the split, the publication leaves open, so all are shown.
 """
 

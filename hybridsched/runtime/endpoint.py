@@ -2,7 +2,8 @@
 
 Owns: correlation of calls and replies, deadlines of calls, handler tasks. Invariants: every call ends (reply, remote
 failure, lost peer, deadline); messages from one peer are handled in order of arrival (a handler that is a coroutine
-function is started in order); a message that arrives again is dropped (once.py). Does not know how envelopes travel: `post` is handed in.
+function is started in order), and none of them twice (once.py). Does not know how envelopes travel: `post` is handed
+in.
 """
 
 from __future__ import annotations
