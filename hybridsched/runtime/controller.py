@@ -289,6 +289,7 @@ class Controller:
             cycle = self._cycle
             cycle.generation_s.append(self._s.clock.now() - flight.admitted_at)
             parts.service_s.append(flight.served_s)
+            parts.decode.append(done.decode)
             cycle.spans.append(done.version_span)
             cycle.note_decode(src.partition(".")[0], done.decode)
             cycle.rewards.extend(r for r in done.rewards if r is not None)

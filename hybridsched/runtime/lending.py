@@ -29,6 +29,7 @@ from hybridsched.scheduling.cycle import (
     expected_samples,
     reachable,
 )
+from hybridsched.scheduling.load import fit_load
 from hybridsched.scheduling.policy import DynamicScheduleContext
 from hybridsched.scheduling.staleness import due_before_sync
 
@@ -125,6 +126,7 @@ class Lending:
             served_s=[f.served(now) for f in p.rollouter.flights() if f.purpose is Purpose.TRAIN],
             train_s=list(self._train_s),
             sync_s=self._sync_s,
+            load=fit_load(p.service_s, p.decode, d.max_num_seqs),
         )
 
     # --- while hybrids are lent -----------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class Parts:
         self.optimizer_steps = 0
         self.trained = 0
         self.service_s: deque[float] = deque(maxlen=SERVICE_HISTORY)
+        self.decode: deque[dict[int, tuple[float, float, float, float]]] = deque(maxlen=SERVICE_HISTORY)
         self._s = config.async_training.concurrent_samples_per_replica
         self._n = config.actor_rollout_ref.rollout.n
         self.incarnation = services.chains.new_incarnation()
