@@ -19,7 +19,21 @@ from typing import Annotated
 import typer
 
 from hybridsched import __version__
-from hybridsched.cli import compare, config, demo, explain, init, plan, policies, queue, report, run, simulate, status
+from hybridsched.cli import (
+    calibrate,
+    compare,
+    config,
+    demo,
+    explain,
+    init,
+    plan,
+    policies,
+    queue,
+    report,
+    run,
+    simulate,
+    status,
+)
 from hybridsched.errors import FaultError, HybridschedError, InternalError, Interrupted
 
 TRACEBACK_VARIABLE = "HYBRIDSCHED_TRACEBACK"
@@ -50,6 +64,7 @@ app.command("config", rich_help_panel=_START)(config.config)
 app.command("policies", rich_help_panel=_START)(policies.policies)
 app.command("simulate", rich_help_panel=_AHEAD)(simulate.simulate)
 app.command("plan", rich_help_panel=_AHEAD)(plan.plan)
+app.command("calibrate", rich_help_panel=_AHEAD)(calibrate.calibrate)
 app.command("status", rich_help_panel=_LOOK)(status.status)
 app.command("report", rich_help_panel=_LOOK)(report.report)
 app.command("explain", rich_help_panel=_LOOK)(explain.explain)

@@ -56,6 +56,7 @@ class Parts:
         self.optimizer_steps = 0
         self.trained = 0
         self.service_s: deque[float] = deque(maxlen=SERVICE_HISTORY)
+        self.decode: deque[dict[int, tuple[float, float, float, float]]] = deque(maxlen=SERVICE_HISTORY)
         self._s = config.async_training.concurrent_samples_per_replica
         self._n = config.actor_rollout_ref.rollout.n
         self.incarnation = services.chains.new_incarnation()
@@ -242,13 +243,16 @@ class Parts:
         self.changed.notify()
 
     def _on_sync_resumed(self) -> None:
-        """Standalone replicas hold the weights: parked leases go on, but only up to their share with hybrids."""
+        """Standalone replicas hold the weights: they go on, but only with their share of what hybrids could do too."""
         if self._peer:  # requests retry at once on what is there; new samples wait until everything else is done
             self._on_capacity()
             return
-        lendable = len(self.resources.lendable())
-        ready = self.pool.n_ready
-        self.rollouter.reserve = self.rollouter.parked() * lendable // (lendable + ready) if lendable else 0
+        lendable, rollouter = len(self.resources.lendable()), self.rollouter
+        everybody = max(1, lendable + self.pool.n_ready)
+        rollouter.reserve = rollouter.parked() * lendable // everybody
+        room = self.window.room()
+        new = min(room, rollouter.prompts_left())
+        rollouter.reserve_new = room - new + new * lendable // everybody
         self.rollouter.paused = ""
         self._on_capacity()
 
