@@ -102,7 +102,8 @@ def describe(name: str, result: RunResult) -> str:
         result.mean(f"dynamic_resource/{kind}resource_utilization", skip) for kind in ("", "train_", "rollout_")
     )
     return (
-        f"  {name:<9} {wall(result):6.1f} s; T {training(result):.2f} s; utilization cluster {cluster:.2f} train {train:.2f} rollout {rollout:.2f};"
+        f"  {name:<9} {wall(result):6.1f} s; T {training(result):.2f} s;"
+        f" utilization cluster {cluster:.2f} train {train:.2f} rollout {rollout:.2f};"
         f" controller+agents {result.cpu_s.get('agents', 0.0):.1f} CPU s{asleep}"
     )
 

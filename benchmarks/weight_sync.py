@@ -6,8 +6,8 @@ One sender and 1, then 2 receivers, each a process with one thread; a model of f
 Interleaved round by round (a busy machine hurts all alike; best of N):
 
 flat       plain gloo broadcast of one flat tensor of the model's size, nothing loaded, nothing checked
-sync       send_weights / receive_weights as the torch engine does it: packed, transferred, xxh3 on both sides, large tensors
-           received where they belong (`into`), the others loaded
+sync       send_weights / receive_weights as the torch engine does it: packed, transferred, xxh3 on both sides, large
+           tensors received where they belong (`into`), the others loaded
 copied     the same, every tensor handed to a loader, as for an engine that keeps its weights in another layout
 unchecked  sync without checksums
 shared     the same-node hand-over (HandoverWriter / HandoverReader), checked and loaded

@@ -10,8 +10,8 @@ ragged array"). Rows are in writing order, so a cumulative sum of the counts giv
                     prompt_uid, data_source, ground_truth, extra_info, failures {response index: text}
 
 Within a version columns may be added; readers ignore what they do not know. A changed meaning is a new version.
-Every dataset carries ``xxh3_64`` (of its bytes, 16 hex digits), ``units`` and ``description``. Attribute strings have fixed
-length, because HDF5 protects those by its own checksum and variable-length ones not.
+Every dataset carries ``xxh3_64`` (of its bytes, 16 hex digits), ``units`` and ``description``. Attribute strings have
+fixed length, because HDF5 protects those by its own checksum and variable-length ones not.
 """
 
 from __future__ import annotations

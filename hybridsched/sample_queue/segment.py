@@ -3,7 +3,7 @@
 Invariants
     A segment is complete under its final name or it is not there: ``.tmp`` -> fsync -> rename -> fsync(folder).
     After a failure nothing is left behind; on a full disk the error is NoSpace.
-    Whatever is damaged later is noticed by the reader: metadata by HDF5's own checksums, data by a checksum (xxh3-64) per column.
+    Whatever is damaged later is noticed by the reader: metadata by HDF5's own checksums, data by xxh3-64 per column.
     The format (layout.py) opens with plain h5py, h5dump 1.8+ and pandas: bounds v108-v110, contiguous, no filters.
 
 How it is written: HDF5 lays out a "skeleton" (groups and contiguous datasets with space allocated and nothing filled

@@ -183,9 +183,7 @@ def test_another_format_version_is_refused_naming_both_versions(tmp_path: Path) 
     path = write(tmp_path / "s.h5", make_samples(range(1)))
     with h5py.File(path, "r+") as file:
         file.attrs.modify("schema_version", 7)
-    with pytest.raises(
-        QueueError, match=r"s\.h5: format version 7, written by hybridsched .*reads version 2"
-    ) as error:
+    with pytest.raises(QueueError, match=r"s\.h5: format version 7, written by hybridsched .*reads version 2") as error:
         read_segment(path)
     assert not isinstance(error.value, SegmentDamaged)
 
