@@ -252,6 +252,7 @@ class GroupReceiver:
                     bucket_bytes=settings.bucket_bytes,
                     bucket_timeout_s=settings.bucket_s,
                     load=partial(self._load, cut, loop),
+                    into=self._engine.destination,
                     on_progress=dog.progress,
                 )
         except BaseException:
