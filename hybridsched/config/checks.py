@@ -43,12 +43,10 @@ def check_cores(config: RunConfig, available_cores: int) -> list[str]:
 
 def not_available(config: RunConfig) -> list[str]:
     """What the schema knows but this release cannot run yet; empty when it can run everything asked for."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    rollout = config.actor_rollout_ref.rollout
     missing: list[tuple[str, str]] = []
     if rollout.name == "vllm":
         missing.append((f"{_ROLLOUT}.name=vllm", "use torch or emulated"))
-    if actor.strategy == "megatron":
-        missing.append((f"{_ACTOR}.strategy=megatron", "use torch or emulated"))
     if config.launcher == "slurm":
         missing.append(("launcher=slurm", "use launcher: local"))
     if config.rollout.agent is not None:

@@ -184,7 +184,7 @@ class MegatronTrainer(PolicyTrainer):
     def iter_weights(self) -> Iterator[tuple[str, Any]]:
         if self._parameters_away:
             raise InternalError("iter_weights: the trainer's parameters are offloaded; onload it first")
-        return self._weights.gather()
+        return self._weights.gather(self._tick)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

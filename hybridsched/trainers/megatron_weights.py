@@ -9,7 +9,7 @@ Does not: send anything to engines, or write files (megatron_checkpoint.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -108,25 +108,30 @@ class WeightMap:
         dtype = hf_folder.dtype_name(self._dtype)
         return [TensorSpec(name, self._shapes[name], dtype) for name in layout.hf_names(self.config)]
 
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
+    def gather(self, tick: Callable[[], None] = lambda: None) -> GatherWalk:
         """(Hugging Face name, whole tensor), on every rank. Collective where a rank does not hold everything.
 
-        A tensor is valid until the next one is asked for. Closing the iterator early still takes part in the rest.
+        ``tick`` is called once per parameter. A tensor is valid until the next one is asked for.
         """
-        done = 0
-        try:
-            for index, entry in enumerate(self._entries):
-                whole = self._whole(index, entry)
-                done = index + 1
-                yield from zip(entry.hf, layout.split(entry, whole, self.config), strict=True)
-        except GeneratorExit:
-            if self._groups.gathers:
-                for index in range(done, len(self._entries)):
-                    self._whole(index, self._entries[index])
-            raise
+        return GatherWalk(self, tick)
 
-    def _whole(self, index: int, entry: layout.Entry) -> Tensor:
-        """One parameter, whole, on every rank: pieces first, then experts, then along the pipeline."""
+    def __len__(self) -> int:
+        """Parameters of the whole model."""
+        return len(self._entries)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `gather` is collective."""
+        return self._groups.gathers
+
+    def parts_of(self, index: int) -> list[tuple[str, Tensor]]:
+        """The Hugging Face tensors of one parameter, on every rank. Collective."""
+        entry = self._entries[index]
+        return list(zip(entry.hf, layout.split(entry, self.whole(index), self.config), strict=True))
+
+    def whole(self, index: int) -> Tensor:
+        """One parameter, whole, on every rank: pieces first, then experts, then along the pipeline. Collective."""
+        entry = self._entries[index]
         groups = self._groups
         stage, expert_rank = self._owner(entry)
         held = self._held.get(index)
@@ -141,3 +146,32 @@ class WeightMap:
                 groups.share_expert(whole, expert_rank)
             groups.share_stage(whole, stage)
         return whole
+
+
+class GatherWalk(Iterator[tuple[str, Tensor]]):
+    """One run through all parameters. ``close`` finishes it without results, also when it has not begun: other ranks
+    take part in every step of it and would wait. After a failed step nothing more is tried: the group is broken."""
+
+    def __init__(self, weights: WeightMap, tick: Callable[[], None]) -> None:
+        self._weights = weights
+        self._tick = tick
+        self._next = 0
+        self._ready: list[tuple[str, Tensor]] = []
+
+    def __next__(self) -> tuple[str, Tensor]:
+        if not self._ready:
+            if self._next == len(self._weights):
+                raise StopIteration
+            index, self._next = self._next, len(self._weights)
+            self._ready = self._weights.parts_of(index)[::-1]
+            self._next = index + 1
+            self._tick()
+        return self._ready.pop()
+
+    def close(self) -> None:
+        """Take part in the rest. Idempotent."""
+        self._ready.clear()
+        remaining, self._next = range(self._next, len(self._weights)), len(self._weights)
+        for index in remaining if self._weights.gathers else ():
+            self._weights.whole(index)
+            self._tick()
