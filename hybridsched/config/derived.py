@@ -120,6 +120,8 @@ def collective_weights(config: RunConfig) -> bool:
     if config.actor_rollout_ref.actor.strategy != "megatron":
         return False
     s = config.actor_rollout_ref.actor.megatron
+    if s.weight_source == "megatron-bridge":
+        return True
     experts = max(s.expert_model_parallel_size, s.expert_tensor_parallel_size or 1)
     return max(s.tensor_model_parallel_size, s.pipeline_model_parallel_size, experts) > 1
 

@@ -24,6 +24,7 @@ import torch
 from hybridsched.errors import FaultError, RunFolderError
 from hybridsched.models import hf_folder
 from hybridsched.trainers import megatron_cpu
+from hybridsched.trainers.megatron_bridge import BridgeWeights
 from hybridsched.trainers.megatron_optimizer import MegatronOptimizer
 from hybridsched.trainers.megatron_weights import WeightMap
 from hybridsched.trainers.torch_checkpoint import read_state, write_state
@@ -64,7 +65,7 @@ def load_shards(folder: Path, optimizer: MegatronOptimizer, steps: int) -> None:
     optimizer.load_sharded_state(state, steps)
 
 
-def save_model(folder: Path, weights: WeightMap, rank: int, companions: Path) -> None:
+def save_model(folder: Path, weights: WeightMap | BridgeWeights, rank: int, companions: Path) -> None:
     """The Hugging Face folder, written by rank 0 while all ranks gather. Collective."""
     tensors = weights.gather()
     if rank != 0:

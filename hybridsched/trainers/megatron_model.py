@@ -19,6 +19,7 @@ from hybridsched.config.schema import MegatronConfig
 from hybridsched.errors import ConfigError
 from hybridsched.models import megatron_layout
 from hybridsched.models.config import ModelConfig
+from hybridsched.models.model_sizes import size_problems
 from hybridsched.models.qwen3 import torch_dtype
 from hybridsched.trainers.forward import PaddedRows
 from hybridsched.trainers.megatron_groups import MegatronGroups
@@ -27,7 +28,7 @@ from hybridsched.trainers.megatron_groups import MegatronGroups
 def require_sizes(config: ModelConfig, sizes: MegatronConfig) -> None:
     """Raise ConfigError, naming keys and cure, when the model cannot be cut into the configured sizes."""
     tp, pp = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
-    problems = megatron_layout.size_problems(config, tp, pp, sizes.expert_model_parallel_size)
+    problems = size_problems(config, tp, pp, sizes.expert_model_parallel_size)
     if problems:
         raise ConfigError(f"actor_rollout_ref.actor.megatron: {'; '.join(problems)}")
 

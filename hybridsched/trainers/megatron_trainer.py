@@ -29,6 +29,7 @@ from hybridsched.models import hf_folder
 from hybridsched.trainers import megatron_checkpoint, megatron_cpu
 from hybridsched.trainers.base import TrainBatch, TrainerGroup, TrainResult
 from hybridsched.trainers.losses import MiniBatchSize
+from hybridsched.trainers.megatron_bridge import BridgeWeights
 from hybridsched.trainers.megatron_groups import MegatronGroups
 from hybridsched.trainers.megatron_memory import DroppedBuffers, whole_storages
 from hybridsched.trainers.megatron_model import PolicyModel, require_sizes
@@ -67,7 +68,7 @@ class MegatronTrainer(PolicyTrainer):
         _require_megatron()
         self._groups: MegatronGroups
         self._policy: PolicyModel
-        self._weights: WeightMap
+        self._weights: WeightMap | BridgeWeights
         self._optimizer: MegatronOptimizer
         self._pass: MegatronPass
         self._reference: PolicyModel | None = None
@@ -83,14 +84,14 @@ class MegatronTrainer(PolicyTrainer):
         self._join(group, self._groups)
         self._seed()
         self._policy = PolicyModel(model, self._groups, actor.dtype, self._device)
-        self._weights = WeightMap(self._policy.gpt, model, self._groups)
+        self._weights = self._weights_of(self._policy)
         self._load_weights(self._weights)
         self._optimizer = MegatronOptimizer(self._policy, actor, self._schedule)
         self._pass = MegatronPass(self._groups, self._device, self._tick)
         if actor.use_kl_loss:
             self._reference = PolicyModel(model, self._groups, actor.dtype, self._device)
             self._reference.gpt.requires_grad_(False)
-            self._load_weights(WeightMap(self._reference.gpt, model, self._groups))
+            self._load_weights(self._weights_of(self._reference))
         self._started = True
 
     def _seed(self) -> None:
@@ -102,7 +103,13 @@ class MegatronTrainer(PolicyTrainer):
 
             model_parallel_cuda_manual_seed(seed)
 
-    def _load_weights(self, weights: WeightMap) -> None:
+    def _weights_of(self, model: PolicyModel) -> WeightMap | BridgeWeights:
+        """The configured converter between Hugging Face and this rank's piece."""
+        if self._config.actor_rollout_ref.actor.megatron.weight_source == "megatron-bridge":
+            return BridgeWeights(model.gpt, model.config, self._model_folder)
+        return WeightMap(model.gpt, model.config, self._groups)
+
+    def _load_weights(self, weights: WeightMap | BridgeWeights) -> None:
         problem: HybridschedError | None = None
         try:
             weights.load(self._model_folder)
