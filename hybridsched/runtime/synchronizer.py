@@ -8,7 +8,7 @@ after the configured attempts the run ends. The transfer itself is the workers' 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -168,7 +168,7 @@ class WeightSynchronizer:
             TRAINER, opened, m.SyncAddress, deadline_s=self._settings.sync_s, what="opening the sync group"
         )
         self._group = group
-        calls = [
+        calls: list[Awaitable[m.AnyMessage]] = [
             self._endpoint.call(
                 TRAINER,
                 m.SendWeights(attempt, version, members),

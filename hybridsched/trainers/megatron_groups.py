@@ -83,12 +83,12 @@ class MegatronGroups(Collectives):
     @property
     def first_stage(self) -> bool:
         """Whether this rank embeds tokens."""
-        return self.stage == 0
+        return bool(self.stage == 0)
 
     @property
     def last_stage(self) -> bool:
         """Whether this rank computes logits and losses."""
-        return self.stage == self.pp - 1
+        return bool(self.stage == self.pp - 1)
 
     def leave(self) -> None:
         if self._joined:
