@@ -223,8 +223,7 @@ class _CpuAdam(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untyped
         """One update of every parameter with a gradient."""
         with torch.no_grad():
             for group in self.param_groups:
-                if group["params"]:
-                    self._step_group(group)
+                self._step_group(group)  # an empty one counts too: checkpoints hold one step for all ranks
 
     def _step_group(self, group: dict[str, Any]) -> None:
         group["step"] = int(group.get("step", 0)) + 1

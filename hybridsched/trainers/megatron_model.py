@@ -95,6 +95,7 @@ def transformer_config(config: ModelConfig, groups: MegatronGroups, dtype: torch
         "expert_model_parallel_size": groups.ep,
         "expert_tensor_parallel_size": groups.etp,
         "variable_seq_lengths": groups.pp > 1,
+        "moe_token_dispatcher_type": "alltoall",  # asked for also without experts, where lengths vary
         "perform_initialization": False,
         "use_cpu_initialization": device.type == "cpu",
         # The loss comes with the normaliser of the whole mini-batch: gradients are summed and nothing is divided.
@@ -128,7 +129,6 @@ def _experts(config: ModelConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": _transformer_engine(),
     }
 

@@ -53,7 +53,13 @@ class MegatronOptimizer:
             use_distributed_optimizer=sharded,
         )
         self._optimizer = get_megatron_optimizer(options, [self._ddp])
+        self._make_state()
         self.steps = 0  #: optimizer steps taken
+
+    def _make_state(self) -> None:
+        """Moments exist from the start: checkpoint 0 has them too, and memory does not grow at the first step."""
+        for wrapper in self._wrappers():
+            wrapper.init_state_fn(wrapper.optimizer, wrapper.config)
 
     def zero_grad(self) -> None:
         """Before a mini-batch: empty buffers."""
@@ -84,17 +90,17 @@ class MegatronOptimizer:
 
     def state_tensors(self) -> Iterator[Tensor]:
         """Moments and masters; masters may be views of the model's own parameters."""
-        for part in self._parts():
+        for part in (wrapper.optimizer for wrapper in self._wrappers()):
             for state in part.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
             for group in part.param_groups:
                 yield from group["params"]
 
-    def _parts(self) -> Iterator[Any]:
-        """torch's optimizers inside Megatron's."""
+    def _wrappers(self) -> Iterator[Any]:
+        """Megatron's optimizers with one of torch inside: one for dense parameters, one for experts."""
         for wrapper in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
             if wrapper.optimizer is not None and not getattr(wrapper, "is_stub_optimizer", False):
-                yield wrapper.optimizer
+                yield wrapper
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -142,6 +142,20 @@ def offload(r: Rank) -> dict[str, Any]:
     return {"freed": (kept, rest), "same": same, "refused": refused}
 
 
+def checkpoint_before_the_first_step(r: Rank) -> bool:
+    """As every run does: back at its beginning, the first step is the one it took."""
+    folder = r.folder / "checkpoint0"
+    folder.mkdir(exist_ok=True)
+    r.trainer.save_checkpoint(folder)
+    r.trainer.train(r.batch(0))
+    first = r.weights()
+    r.trainer.load_checkpoint(folder)
+    r.trainer.train(r.batch(0))
+    second = r.weights()
+    r.trainer.load_checkpoint(folder)
+    return all(np.array_equal(first[name], second[name]) for name in first)
+
+
 def checkpoint(r: Rank) -> dict[str, Any]:
     """Save; go on; go back; go on again: the same bits, as if nothing had happened between."""
     folder = r.folder / "checkpoint"
