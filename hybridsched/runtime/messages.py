@@ -20,6 +20,7 @@ from hybridsched.runtime.message_base import Failure as Failure
 from hybridsched.runtime.message_base import Message as Message
 from hybridsched.runtime.message_base import Ok as Ok
 from hybridsched.runtime.messages_sync import AbortSync as AbortSync
+from hybridsched.runtime.messages_sync import JoinGather as JoinGather
 from hybridsched.runtime.messages_sync import OpenSync as OpenSync
 from hybridsched.runtime.messages_sync import Probe as Probe
 from hybridsched.runtime.messages_sync import ProbeResult as ProbeResult

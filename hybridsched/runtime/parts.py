@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from hybridsched.config.derived import collective_weights
 from hybridsched.model import ReplicaKind, SampleRow, SamplingParams, SegmentId, Tenant, TokenArray, WeightVersion
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.checkpoints import LogPosition
@@ -147,6 +148,7 @@ class Parts:
             start_s=deadlines.start_s * deadlines.scale,
             drain_s=deadlines.drain_s * deadlines.scale,
             partial_rollout=s.config.async_training.partial_rollout,
+            sharded=self._sharded_trainers(),
         )
         return DynamicResourceController(
             s.endpoint, s.plan, self.pool, s.clock, s.log, settings, self._kill, self._on_capacity
@@ -167,11 +169,18 @@ class Parts:
             sync_s=deadlines.sync_s * deadlines.scale,
             drain_s=deadlines.drain_s * deadlines.scale,
             double_abort=s.config.async_training.compat == "peer",
+            sharded=self._sharded_trainers(),
         )
         made = WeightSynchronizer(s.endpoint, self.pool, s.clock, s.log, settings, self._kill, self._on_sync_resumed)
         if settings.verify_probe:
             made.probe_set = self._probe_set(sync.probe_count)
         return made
+
+    def _sharded_trainers(self) -> tuple[str, ...]:
+        """Trainers that have to take part whenever one of them hands out weights; empty where each holds them all."""
+        if not collective_weights(self.services.config):
+            return ()
+        return tuple(w.worker for w in self.plan.of_kind("trainer"))
 
     def _probe_set(self, count: int) -> list[tuple[TokenArray, TokenArray]]:
         """Fixed sequences for the truth test: prompts, each followed by the tokens of the next ones as its response."""
