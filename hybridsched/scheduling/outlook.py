@@ -21,7 +21,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 
 from hybridsched.scheduling.load import LoadModel
 
@@ -50,7 +50,7 @@ class Outlook:
     deactivate_s: float
     prompts_left: int | None = None
     lent: bool = False
-    load: LoadModel = LoadModel()
+    load: LoadModel = field(default_factory=LoadModel)
     per_replica: int = 1  #: places of one replica
 
 
