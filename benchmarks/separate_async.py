@@ -227,7 +227,7 @@ def calibrated(reading: Reading, cycles: int) -> float:
 
 def trend(reading: Reading, *, quick: bool) -> dict[str, Any]:
     """Tokens per second by staleness, without lending and with it, relative to staleness 0 without."""
-    cycles = 12 if quick else 32
+    cycles = 12 if quick else 24
     shorter = calibrated(reading, cycles)
     rates: dict[str, list[float]] = {"none": [], "default": [], "lookahead": []}
     for staleness in STALENESS:

@@ -21,7 +21,7 @@ import bisect
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 
 from hybridsched.scheduling.load import LoadModel
 
@@ -50,7 +50,7 @@ class Outlook:
     deactivate_s: float
     prompts_left: int | None = None
     lent: bool = False
-    load: LoadModel = LoadModel()
+    load: LoadModel = field(default_factory=LoadModel)
     per_replica: int = 1  #: places of one replica
 
 
@@ -91,21 +91,27 @@ def service_times(completed: Sequence[float], running: Sequence[float], points: 
     return tuple(out)
 
 
-def play_forward(outlook: Outlook, target: int | None, cycles: int, places: int | None = None) -> Forecast:
+def play_forward(
+    outlook: Outlook, target: int | None, cycles: int, places: int | None = None, *, draws: int = 1
+) -> Forecast:
     """Play ``cycles`` sync cycles with lending until ``target`` samples are queued (None: no lending).
 
-    places: of the hybrids that are lent (None: all). The first cycle starts as the outlook says.
+    places: of the hybrids that are lent (None: all). The first cycle starts as the outlook says. draws: orders in which
+    durations are dealt out; the forecast is the mean over them, so that a plan does not win by its luck.
     """
-    return _Play(outlook, target, outlook.hybrid_places if places is None else places).run(cycles)
+    more = outlook.hybrid_places if places is None else places
+    played = [_Play(outlook, target, more, draw / draws).run(cycles) for draw in range(draws)]
+    first, cost, waited = (math.fsum(column) / draws for column in zip(*map(astuple, played), strict=True))
+    return Forecast(first, cost, waited)
 
 
 class _Play:
     """The state while it is played. ``g`` samples count as one; ``work`` is seconds of work at mean load so far."""
 
-    def __init__(self, outlook: Outlook, target: int | None, hybrid_places: int) -> None:
+    def __init__(self, outlook: Outlook, target: int | None, hybrid_places: int, luck: float) -> None:
         o = outlook
         g = self.g = max(1, math.ceil(o.collection * o.collections / GRAIN))
-        self.o = o
+        self.o, self.luck = o, luck
         self.need = max(1, round(o.collection / g))
         self.window = max(self.need * o.collections, round(o.window / g))
         self.target = None if target is None else target / g
@@ -126,7 +132,7 @@ class _Play:
         """The next duration, of the share of samples above ``low``."""
         times = self.o.service_s
         self.issued += 1
-        u = (0.5 + self.issued * _GOLDEN) % 1.0
+        u = (0.5 + self.luck + self.issued * _GOLDEN) % 1.0
         return times[min(len(times) - 1, int((low + u * (1.0 - low)) * len(times)))]
 
     def _remaining(self, age: float) -> float:

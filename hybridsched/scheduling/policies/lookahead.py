@@ -51,10 +51,11 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         *,
         horizon: int = 3,
         grid: int = 8,
+        draws: int = 4,
         margin: float = 0.005,
         max_error: float = 0.3,
     ) -> None:
-        for name, value, low in (("horizon", horizon, 1), ("grid", grid, 2)):
+        for name, value, low in (("horizon", horizon, 1), ("grid", grid, 2), ("draws", draws, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"policy 'lookahead': {name} is {value!r}; it must be an integer from {low}")
         for name, share in (("margin", margin), ("max_error", max_error)):
@@ -62,7 +63,8 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
                 raise ConfigError(f"policy 'lookahead': {name} is {share!r}; it must be a number from 0")
         self.default = DefaultDynamicSchedulePolicy(deactivate_ratio, only_hybrid)
         self.only_hybrid = only_hybrid
-        self.horizon, self.grid, self.margin, self.max_error = horizon, grid, float(margin), float(max_error)
+        self.horizon, self.grid, self.draws = horizon, grid, draws
+        self.margin, self.max_error = float(margin), float(max_error)
         self.target: int | None = None  # of the running cycle; None: default's
         self.planned_at: float | None = None
         self.expected_s: float | None = None  # length of the running cycle, sync to sync
@@ -128,8 +130,8 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         outlook, _ = self._outlook(ctx, lent=False)
         if outlook is None or fewest == ctx.hybrid_replicas:
             return None
-        some = play_forward(outlook, self.target, self.horizon, fewest * ctx.samples_per_replica)
-        every = play_forward(outlook, self.target, self.horizon)
+        some = play_forward(outlook, self.target, self.horizon, fewest * ctx.samples_per_replica, draws=self.draws)
+        every = play_forward(outlook, self.target, self.horizon, draws=self.draws)
         return fewest if some.cost_s <= every.cost_s * (1.0 + _SAME) else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +193,7 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         def try_all(targets: Iterable[int | None]) -> int | None:
             for target in targets:
                 if target not in tried and (target is None or outlook.lent or target > outlook.queue):
-                    tried[target] = play_forward(outlook, target, self.horizon)
+                    tried[target] = play_forward(outlook, target, self.horizon, draws=self.draws)
             return min(tried, key=lambda target: tried[target].cost_s)
 
         coarse: list[int | None] = [first, *range(0, min(outlook.window, size + size // 4) + 1, step)]
