@@ -1,6 +1,6 @@
 """Real lending on CPU cores: does lending save wall clock, and how much of what could be saved?
 
-    python benchmarks/lending_cpu.py [--pairs 5] [--cycles 12] [--quick] [--json FILE]
+    python benchmarks/lending_cpu.py [--pairs 5] [--cycles 12] [--no-sweep] [--quick] [--json FILE]
 
 One trainer core, one rollout core; a GPU is a core plus a KV budget (max_num_seqs). First the static split is measured:
 G = seconds of generation, T = seconds of training per cycle; the budget is chosen so that G/T is between 1.8 and 2.3,
@@ -127,6 +127,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=12)
+    parser.add_argument("--no-sweep", action="store_true", help="only the verdict: no other budgets, no colocated run")
     parser.add_argument("--quick", action="store_true", help="2 pairs, no sweep")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
@@ -156,7 +157,7 @@ def main() -> int:
         f"a sleeping hybrid takes {asleep:.2f} % of a core (target under 1 %)": asleep < 1.0,
     }
     beside: dict[str, Any] = {}
-    if not options.quick:
+    if not (options.quick or options.no_sweep):
         beside = sweep(runs, budget, options.cycles, made[0])
     for text, good in checks.items():
         print(("PASS  " if good else "FAIL  ") + text)
