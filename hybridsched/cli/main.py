@@ -20,6 +20,7 @@ import typer
 
 from hybridsched import __version__
 from hybridsched.cli import (
+    calibrate,
     cancel,
     compare,
     config,
@@ -72,6 +73,7 @@ app.command("watch", rich_help_panel=_SLURM)(watch.watch)
 app.command("cancel", rich_help_panel=_SLURM)(cancel.cancel)
 app.command("simulate", rich_help_panel=_AHEAD)(simulate.simulate)
 app.command("plan", rich_help_panel=_AHEAD)(plan.plan)
+app.command("calibrate", rich_help_panel=_AHEAD)(calibrate.calibrate)
 app.command("status", rich_help_panel=_LOOK)(status.status)
 app.command("logs", rich_help_panel=_LOOK)(logs.logs)
 app.command("report", rich_help_panel=_LOOK)(report.report)
