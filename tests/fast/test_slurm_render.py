@@ -59,6 +59,20 @@ def test_every_example_is_a_right_configuration(path):
     assert [] == check(load_config(path))
 
 
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_dry_run_of_every_example_prints_its_sizes(path, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(path)
+    # An engine another release brings is no fault of the example.
+    monkeypatch.setattr("hybridsched.config.checks.not_available", lambda _config: [])
+    monkeypatch.setattr("hybridsched.config.not_available", lambda _config: [])
+    assert 0 == cli.main(["run", str(path), "--dry-run"]), capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "dry run: nothing started" in out
+    assert f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}" in out
+    assert [] == list(tmp_path.iterdir())
+
+
 def test_the_published_experiment_says_that_it_needs_the_bridge():
     (bridge,) = [path for path in EXAMPLES if path.stem == "qwen3.5-35b-a3b-16-16"]
     assert any("needs megatron-bridge, not run by us" in note for note in notes(load_config(bridge)))
