@@ -56,7 +56,7 @@ def keys(name: str, **more: str) -> list[str]:
         "launcher": "slurm",
         "trainer.experiment_name": name,
         "trainer.total_training_steps": "2",
-        "slurm.time": "20",
+        "slurm.time": "00:20:00",
         "slurm.trainer.partition": "trn",
         "slurm.rollout.partition": "gpu",
     }
