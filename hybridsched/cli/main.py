@@ -22,6 +22,7 @@ from hybridsched import __version__
 from hybridsched.cli import (
     calibrate,
     cancel,
+    cluster,
     compare,
     config,
     demo,
@@ -71,6 +72,8 @@ app.command("render", rich_help_panel=_SLURM)(render.render)
 app.command("submit", rich_help_panel=_SLURM)(submit.submit)
 app.command("watch", rich_help_panel=_SLURM)(watch.watch)
 app.command("cancel", rich_help_panel=_SLURM)(cancel.cancel)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("cluster", rich_help_panel=_SLURM, context_settings=_PASSED_ON)(cluster.cluster)
 app.command("simulate", rich_help_panel=_AHEAD)(simulate.simulate)
 app.command("plan", rich_help_panel=_AHEAD)(plan.plan)
 app.command("calibrate", rich_help_panel=_AHEAD)(calibrate.calibrate)

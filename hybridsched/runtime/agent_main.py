@@ -68,6 +68,7 @@ TEST_RANK0_VARIABLE = "HYBRIDSCHED_TEST_RANK0"
 BEAT_S = 0.5  #: between two beats of an agent
 
 _GOODBYE_AFTER_FAULT_S = 5.0
+_GOODBYE_TO_THE_LOST_S = 1.0  # the ranks that are left hear of the end by a message
 _GOODBYE_S = 15.0  # more than deadlines.stop_s, for the other agents to end their workers
 _SIGNALS: dict[signal.Signals, Literal["stop", "requeue"]] = {
     signal.SIGINT: "stop",
@@ -193,7 +194,7 @@ class Agent:
     def _goodbye_s(config: RunConfig, ending: Ending) -> float:
         """After a fault the rank that is missing may be the reason, and the next attempt waits for this one's end."""
         if ending.exit_code in (1, FaultError.exit_code, InternalError.exit_code):
-            return _GOODBYE_AFTER_FAULT_S
+            return _GOODBYE_TO_THE_LOST_S if ending.suspects else _GOODBYE_AFTER_FAULT_S
         return config.deadlines.stop_s * config.deadlines.scale + _GOODBYE_S
 
     async def _run(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
@@ -228,9 +229,11 @@ class Agent:
     async def _to_the_end(self, agent: NodeAgent, config: RunConfig, plan: RunPlan, context: RunContext) -> Ending:
         if self.rank == 0:
             code = await _rank0()(agent, config, plan, context, self.stop, resume=self.resume)
-            if code == FaultError.exit_code and (result := read_result(self.folder)) is not None and result.suspects:
+            result = read_result(self.folder)
+            suspects = result.suspects if result is not None else ()
+            if suspects:
                 await asyncio.to_thread(save_orphaned_job, self.info)
-            return Ending(code, rank=0)  # its reason is in result.json
+            return Ending(code, rank=0, suspects=suspects)  # its reason is in result.json
         await agent.run()
         return Ending(0, rank=self.rank)
 
@@ -312,13 +315,13 @@ def ending_of(error: BaseException, rank: int) -> Ending:
 def install_handlers(stop: StopRequest) -> None:
     """Signals ask, the controller obeys. A handler that printed could interrupt a print and kill the rank.
 
-    In a Slurm step SIGTERM is Slurm's (time limit, preemption): the launch loop finds out whether the job goes on.
+    In a Slurm step SIGTERM may mean that the job ends, or only that another agent failed (--kill-on-bad-exit). The
+    launch loop knows which: it gets a signal of its own, asks for an orderly end by USR2, or ends the step.
     """
-    wishes = dict(_SIGNALS)
+    for number in _SIGNALS:
+        signal.signal(number, lambda received, _frame: stop.ask(_SIGNALS[signal.Signals(received)]))
     if "SLURM_PROCID" in os.environ:
-        wishes[signal.SIGTERM] = "requeue"
-    for number in wishes:
-        signal.signal(number, lambda received, _frame: stop.ask(wishes[signal.Signals(received)]))
+        signal.signal(signal.SIGTERM, lambda _received, _frame: None)
 
 
 def main(argv: list[str] | None = None) -> None:

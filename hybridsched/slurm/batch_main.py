@@ -5,9 +5,10 @@
 Owns: the launch loop inside a Slurm job, what Slurm's signals mean there, and putting the job back into the queue. The
 run folder was prepared when the run was submitted; a start of the job that finds earlier attempts there resumes.
 
-Invariants: USR2 (--signal=B:USR2@...) and TERM are an orderly stop; exit code 75 says that the job is to be started
-again, 0 that the run is done (result.json says so), everything else why not. The job puts itself back only where the
-site allows it, only when nobody cancelled it, and for lost nodes only so often (faults.requeues).
+Invariants: USR2 (--signal=B:USR2@...) and TERM are an orderly stop after which the job starts anew; INT is one that is
+final (scancel --batch --signal=INT JOB). Exit code 75 says that the job is to be started again, 130 that somebody
+stopped it, 0 that the run is done (result.json says so), everything else why not. The job puts itself back only where
+the site allows it, only when nobody cancelled it, and for lost nodes only so often (faults.requeues).
 
 Does not: submit, or render scripts.
 """
@@ -23,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hybridsched.errors import FaultError, HybridschedError, RequeueRequested
+from hybridsched.errors import FaultError, HybridschedError, Interrupted, RequeueRequested
 from hybridsched.runtime.adapters import slurm
 from hybridsched.runtime.adapters.attempt import Ending
 from hybridsched.runtime.prepare import PreparedRun, prepared_run
@@ -49,6 +50,9 @@ def run_batch(folder: Path, allocation: Allocation) -> int:
         outcome = LaunchLoop(run, launcher, interruptions, StatusLines(print), to_stderr).run()
         if outcome.code != RequeueRequested.exit_code:
             return outcome.code
+        if interruptions.by_user:
+            to_stderr("stopped as asked; it is not put back into the queue")
+            return Interrupted.exit_code
         return _start_anew(outcome, allocation, site, run, asked=interruptions.count > 0)
 
 

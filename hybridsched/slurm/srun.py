@@ -15,10 +15,11 @@ Does not: judge endings (`launch_loop`), or find out which nodes are lost (`node
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from pathlib import Path
 from hybridsched.config import derive, load_config, save_resolved
 from hybridsched.config.loader import resolved_values
 from hybridsched.config.schema import RunConfig
-from hybridsched.errors import Interrupted, RequeueRequested
+from hybridsched.errors import FaultError, Interrupted, RequeueRequested
 from hybridsched.runtime.adapters import slurm
 from hybridsched.runtime.adapters.attempt import (
     BEAT_LINE,
@@ -38,6 +39,7 @@ from hybridsched.runtime.adapters.attempt import (
     write_attempt,
 )
 from hybridsched.runtime.prepare import PreparedRun
+from hybridsched.slurm.allocation import expand_hosts
 from hybridsched.slurm.launch_loop import is_tried_again
 from hybridsched.slurm.node_table import NodeTable
 from hybridsched.slurm.sites import SiteProfile
@@ -46,7 +48,9 @@ from hybridsched.slurm.steps import Child, OnLine, StepSpec
 
 ATTEMPT_CONFIG = "config.yaml"  #: in the attempt's folder, when it has fewer nodes than the run
 
-_TERM_S = 4.0  # srun kills the tasks at once, but may wait longer for a node that does not answer
+#: srun says at once which task ended badly, long before it ends itself.
+_TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: ")
+_TERM_S = 2.0  # srun kills the tasks at once, but may wait longer for a node that does not answer
 _CANCEL_S = 10.0
 _STEP_NAME = "hybridsched"
 
@@ -96,20 +100,29 @@ class SrunLauncher:
         command = ["srun"]
         for group in groups:
             nodes = self._table.usable(group.role)
-            gpus = self._run.config.trainer if group.role == "trainer" else self._run.config.rollout
             het = [f"--het-group={group.index}"] if len(self._table.allocation.groups) > 1 else []
             count = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
-            where = [*count, f"--nodelist={','.join(nodes)}", *self._site.gpu_option(gpus.n_gpus_per_node)]
+            where = [*count, f"--nodelist={','.join(nodes)}", *self._gpus(group.role)]
             rules = ["--kill-on-bad-exit=1", "--overlap", "--mem=0", "--cpu-bind=none", f"--job-name={_STEP_NAME}"]
             command += [":"] * (command != ["srun"])
             command += [*het, *where, *rules, *self._site.step_arguments(), *agent]
         return command
 
+    def _gpus(self, role: str) -> list[str]:
+        """As the component asked for them (`submission`): none where everything computes on cores."""
+        config = self._run.config
+        if config.trainer.device == "cpu":
+            return []
+        if role == "trainer":
+            return self._site.gpu_option(config.trainer.n_gpus_per_node, config.slurm.trainer.gres)
+        return self._site.gpu_option(config.rollout.n_gpus_per_node, config.slurm.rollout.gres)
+
     def start(self, what: StepSpec, on_line: OnLine) -> SrunStep:
         """Start it."""
         silence_s = self._config.deadlines.agent_silence_s * self._config.deadlines.scale
         environment = {**step_variables(os.environ), **self._site.variables(), **what.marks, "PYTHONUNBUFFERED": "1"}
-        return SrunStep(what, self.command(what), environment, on_line, silence_s)
+        jobs = tuple(group.job_id for group in self._table.allocation.groups)
+        return SrunStep(what, self.command(what), environment, on_line, self._table.ranks(), jobs, silence_s)
 
     def after(self, ending: Ending, folder: Path) -> Ending:
         """After a failure, look at the nodes: go on with those that are left, or ask for a new start of the job."""
@@ -123,7 +136,7 @@ class SrunLauncher:
         if look.verdict:
             return _anew(f"{look.verdict}; before: {ending.text}")
         if look.lost:
-            self._go_on_without(tuple(look.lost))
+            self._go_on_without(tuple(look.lost), folder)
         return ending
 
     def resume_command(self) -> str:
@@ -138,15 +151,15 @@ class SrunLauncher:
         unexplained = tuple(node for node in missing if nodes.index(node) not in explained)
         return unexplained if len(missing) < len(nodes) and not explained else ()
 
-    def _go_on_without(self, lost: tuple[str, ...]) -> None:
+    def _go_on_without(self, lost: tuple[str, ...], folder: Path) -> None:
         left, planned = self._table.usable("rollout"), self._run.config.rollout.nnodes
         overrides = [f"rollout.nnodes={len(left)}"]
         self._config = load_config(None, overrides, base=resolved_values(self._run.config))
         self._note = f"{len(left)} of {planned} rollout nodes, without {', '.join(sorted(self._table.lost))}"
         self._say(f"going on with {self._note}")
-        self._drop(lost)
+        self._drop(lost, folder)
 
-    def _drop(self, lost: tuple[str, ...]) -> None:
+    def _drop(self, lost: tuple[str, ...], folder: Path) -> None:
         """Give lost nodes back, so that Slurm does not end the job when it finds out for itself.
 
         It would where the leader has one node only, whatever --no-kill says. The first node of a component cannot be
@@ -154,7 +167,8 @@ class SrunLauncher:
         """
         group = next(group for group in self._table.allocation.groups if group.role == "rollout")
         left = ",".join(self._table.usable("rollout"))
-        code, text = slurm.call("scontrol", "update", f"JobId={group.job_id}", f"NodeList={left}")
+        update = ("scontrol", "update", f"JobId={group.job_id}", f"NodeList={left}")
+        code, text = slurm.call(*update, cwd=folder / "logs")  # it leaves a script for shells, slurm_job_N_resize.sh
         if code != 0:
             self._say(f"{', '.join(lost)} stay in the job ({text}); Slurm may requeue it when it finds them lost")
 
@@ -178,11 +192,16 @@ class SrunStep:
         command: list[str],
         environment: Mapping[str, str],
         on_line: OnLine,
+        nodes: Sequence[str],
+        jobs: Sequence[str],
         silence_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """silence_s: how long rank 0 may print no beat."""
+        """nodes: by rank. jobs: ids of the components. silence_s: how long rank 0 may print no beat."""
         self._what = what
+        self._nodes = nodes
+        self._jobs = jobs
+        self._failed: set[int] = set()
         self._on_line = on_line
         self._silence_s = silence_s
         self._now = now
@@ -212,8 +231,8 @@ class SrunStep:
         return list(self._missing)
 
     def lost(self) -> list[int]:
-        """Ranks that ended with a fault, and rank 0 when its event loop is silent for too long."""
-        failed = {ending.rank for ending in read_exits(self._what.attempt_folder) if ending.exit_code}
+        """Ranks that ended badly, as they or srun say, and rank 0 when its event loop is silent for too long."""
+        failed = self._failed | {ending.rank for ending in read_exits(self._what.attempt_folder) if ending.exit_code}
         if self._heard is not None and self._now() - self._heard > self._silence_s:
             failed.add(0)
         return sorted(failed)
@@ -230,7 +249,7 @@ class SrunStep:
 
     def _cancel(self) -> None:
         """A step that srun could not end, as far as Slurm still counts it. A dead node keeps it in the list."""
-        jobs = slurm.this_job()
+        jobs = ",".join(self._jobs)
         code, text = slurm.call("squeue", "-h", "-s", "-j", jobs, "-o", "%i %j", timeout_s=_CANCEL_S)
         steps = [line.split()[0] for line in text.splitlines() if line.endswith(f" {_STEP_NAME}")] if code == 0 else []
         if steps:
@@ -239,4 +258,13 @@ class SrunStep:
     def _line(self, line: str) -> None:
         if line == BEAT_LINE:
             self._heard = self._now()
+        elif (found := _TASK_ENDED.match(line)) is not None:
+            self._failed |= {self._nodes.index(node) for node in _hosts(found[1]) if node in self._nodes}
         self._on_line(line)
+
+
+def _hosts(text: str) -> tuple[str, ...]:
+    try:
+        return expand_hosts(text)
+    except FaultError:
+        return ()

@@ -22,7 +22,8 @@ Say = Callable[[str], None]
 
 #: Asked of a person's terminal, or of whoever ends this process.
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: Asked of a batch script: USR2 before the time limit (--signal), TERM when preempted or at the limit.
+#: Asked of a batch script: USR2 before the time limit (--signal), TERM when preempted or at the limit; INT is a
+#: person's (scancel --batch --signal=INT).
 BATCH_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 GRACE_S = 5.0  #: between the death of an agent and the end of the step: MPI's own clean-up, or last words
@@ -43,6 +44,7 @@ class Interruptions:
         message: str = "stopping: the run writes a checkpoint and ends; Ctrl-C again to kill it",
     ) -> None:
         self.count = 0
+        self.by_user = False  #: one of them was an interrupt: the end is wanted, not a new start
         self.kills = kills
         self.message = message
         self._signals = signals
@@ -58,8 +60,9 @@ class Interruptions:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _received(self, _number: int, _frame: FrameType | None) -> None:
+    def _received(self, number: int, _frame: FrameType | None) -> None:
         self.count += 1
+        self.by_user = self.by_user or number == signal.SIGINT
 
 
 class StepWatch:
@@ -102,7 +105,7 @@ class StepWatch:
             return None
         bound = self._config.deadlines.stop_s * self._config.deadlines.scale + SETTLE_S
         if result is not None and result.exit_code == FaultError.exit_code:
-            bound = 2 * GRACE_S
+            bound = GRACE_S / 2 if result.suspects else 2 * GRACE_S  # a launcher may wait for a lost node, in vain
         if self._for("result", now) <= bound:
             return None
         return f"the run ended, but its processes did not within {bound:.0f} s; killed"

@@ -138,6 +138,20 @@ def test_an_ordinary_user_can_have_one(tmp_path_factory: pytest.TempPathFactory,
         subprocess.run(["rm", "-rf", str(folder)], check=True)
 
 
+def test_the_command_line_has_it_too(tmp_path: Path) -> None:
+    require_slurm()
+    folder = tmp_path / "c"
+
+    def call(*arguments: str) -> str:
+        command = [sys.executable, "-m", "hybridsched.cli.main", "cluster", *arguments, "--folder", str(folder)]
+        return subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
+
+    call("up", "--nodes", "n[0-1]", "--owner", str(os.getpid()))
+    assert ["n0", "n1"] == sorted(call("exec", "srun", "-N2", "hostname").split())
+    call("down")
+    require_gone(folder)
+
+
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     def told(*arguments: str) -> str:
         done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=60)

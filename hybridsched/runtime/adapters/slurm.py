@@ -15,9 +15,10 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 CALL_S = 15.0  #: bound of one Slurm command: more than the controller's own MessageTimeout
-PING_S = 3.0  #: bound of one connection to a node
+PING_S = 2.0  #: bound of one connection to a node
 DONE_STATES = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT"}
 )
@@ -37,8 +38,11 @@ class Component:
     restarts: int
 
 
-def call(*command: str, timeout_s: float = CALL_S) -> tuple[int, str]:
-    """(exit code, output) of a Slurm command; code -1 when it could not be asked in time."""
+def call(*command: str, timeout_s: float = CALL_S, cwd: Path | None = None) -> tuple[int, str]:
+    """(exit code, output) of a Slurm command; code -1 when it could not be asked in time.
+
+    cwd: for commands that leave files where they are called.
+    """
     try:
         done = subprocess.run(
             command,
@@ -48,6 +52,7 @@ def call(*command: str, timeout_s: float = CALL_S) -> tuple[int, str]:
             text=True,
             timeout=timeout_s,
             check=False,
+            cwd=cwd,
         )
     except subprocess.TimeoutExpired:
         return -1, f"{command[0]} did not answer within {timeout_s:g} s"
