@@ -73,7 +73,8 @@ fmt: venv  ## format and fix what can be fixed by itself
 	$(BIN)/ruff format .
 
 simtest: venv  ## the real controller under a virtual clock
-	$(PYTEST) $(wildcard tests/fast/test_sim*.py tests/sim)
+	$(PYTEST) $(wildcard tests/fast/test_sim*.py tests/fast/test_deterministic*.py tests/sim)
+	$(BIN)/python tests/fast/misfortune.py 0 2000
 
 bench: venv  ## every claim of DESIGN 15 that runs here; results in build/benchmarks
 	set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done

@@ -1,6 +1,6 @@
 """Real lending on CPU cores: does lending save wall clock, and how much of what could be saved?
 
-    python benchmarks/lending_cpu.py [--pairs 5] [--cycles 12] [--quick] [--json FILE]
+    python benchmarks/lending_cpu.py [--pairs 5] [--cycles 12] [--no-sweep] [--quick] [--json FILE]
 
 One trainer core, one rollout core; a GPU is a core plus a KV budget (max_num_seqs). First the static split is measured:
 G = seconds of generation, T = seconds of training per cycle; the budget is chosen so that G/T is between 1.8 and 2.3,
@@ -26,7 +26,10 @@ from demo_runs import STATIC, DemoRuns, RunResult
 SKIP = 2  #: cycles before the measurement starts (filling the queue, first adaptation)
 LENGTH = 64
 LOW, HIGH = 1.8, 2.3
-BUDGETS = (24, 16, 32, 12, 48, 8)
+BUDGET_RANGE = (4, 96)  #: sequences that may run at once: the KV budget that stands for a GPU's
+FIRST_BUDGET = 22
+CALIBRATIONS = 6  #: runs at most to choose it
+CLOSE = 0.08  #: a G/T so near the middle of the range is good enough
 CONCURRENT = 6  #: samples in flight per replica: the KV budget, not this number, is the limit
 
 
@@ -62,24 +65,26 @@ def generation(result: RunResult, samples: int) -> float:
 
 
 def choose_budget(runs: DemoRuns, cycles: int) -> tuple[int, float, float] | None:
-    """(budget, G, T) with G/T in range, or None."""
-    tried: dict[int, float] = {}
-    for budget in BUDGETS:
+    """(budget, G, T) with G/T as near the middle of the range as whole sequences allow, or None.
+
+    A larger budget generates faster, so G/T falls as it grows: bisection, a few runs.
+    """
+    aim = (LOW + HIGH) / 2
+    low, high = BUDGET_RANGE
+    tried: dict[int, tuple[float, float]] = {}
+    budget = FIRST_BUDGET
+    while low <= budget <= high and budget not in tried and len(tried) < CALIBRATIONS:
         result = runs.run(STATIC, *fixed(budget, cycles, 99))
-        g, t = generation(result, 64), training(result)
-        tried[budget] = g / t
+        g, t = tried[budget] = generation(result, 64), training(result)
         print(f"  budget {budget:>3} sequences: G {g:.2f} s, T {t:.2f} s, G/T {g / t:.2f}", flush=True)
-        if LOW <= g / t <= HIGH:
-            return budget, g, t
-    near = sorted(tried, key=lambda b: abs(tried[b] - (LOW + HIGH) / 2))[:2]
-    middle = sum(near) // 2
-    if middle not in tried:
-        result = runs.run(STATIC, *fixed(middle, cycles, 99))
-        g, t = generation(result, 64), training(result)
-        print(f"  budget {middle:>3} sequences: G {g:.2f} s, T {t:.2f} s, G/T {g / t:.2f}", flush=True)
-        if LOW <= g / t <= HIGH:
-            return middle, g, t
-    return None
+        if abs(g / t - aim) <= CLOSE:
+            break
+        low, high = (budget + 1, high) if g / t > aim else (low, budget - 1)
+        guess = round(budget * (g / t) / aim)  # were the speed proportional to the budget
+        budget = min(max(guess, low), high)
+    best = min(tried, key=lambda b: abs(tried[b][0] / tried[b][1] - aim))
+    g, t = tried[best]
+    return (best, g, t) if LOW <= g / t <= HIGH else None
 
 
 def attainable(g: float, t: float) -> float:
@@ -97,7 +102,8 @@ def describe(name: str, result: RunResult) -> str:
         result.mean(f"dynamic_resource/{kind}resource_utilization", skip) for kind in ("", "train_", "rollout_")
     )
     return (
-        f"  {name:<9} {wall(result):6.1f} s; utilization cluster {cluster:.2f} train {train:.2f} rollout {rollout:.2f};"
+        f"  {name:<9} {wall(result):6.1f} s; T {training(result):.2f} s;"
+        f" utilization cluster {cluster:.2f} train {train:.2f} rollout {rollout:.2f};"
         f" controller+agents {result.cpu_s.get('agents', 0.0):.1f} CPU s{asleep}"
     )
 
@@ -121,13 +127,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--cycles", type=int, default=12)
+    parser.add_argument("--no-sweep", action="store_true", help="only the verdict: no other budgets, no colocated run")
     parser.add_argument("--quick", action="store_true", help="2 pairs, no sweep")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     count = 2 if options.quick else options.pairs
     runs = DemoRuns()
     print("choosing the KV budget in the static split")
-    chosen = choose_budget(runs, 6)
+    chosen = choose_budget(runs, 10)
     if chosen is None:
         print("not rollout-bound, no verdict")
         return 3
@@ -150,7 +157,7 @@ def main() -> int:
         f"a sleeping hybrid takes {asleep:.2f} % of a core (target under 1 %)": asleep < 1.0,
     }
     beside: dict[str, Any] = {}
-    if not options.quick:
+    if not (options.quick or options.no_sweep):
         beside = sweep(runs, budget, options.cycles, made[0])
     for text, good in checks.items():
         print(("PASS  " if good else "FAIL  ") + text)

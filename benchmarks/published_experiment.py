@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import random
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -105,6 +107,13 @@ def at_the_values(
     return fit, outcomes
 
 
+def median_error(values: Sequence[float], samples: int = 2000) -> float:
+    """Standard error of the centre from the finite number of draws (bootstrap)."""
+    source = random.Random(DRAW_SEED)
+    medians = [quantile(source.choices(values, k=len(values)), 0.5) for _ in range(samples)]
+    return statistics.pstdev(medians)
+
+
 def report(
     content: Mapping[str, Any],
     assumptions: Sequence[Assumption],
@@ -125,6 +134,7 @@ def report(
         "static_8_24_h": hours[x.STATIC_8_24.name],
         "dynamic_peer_h": centre,
         "dynamic_peer_interval_h": [low, high],
+        "dynamic_peer_error_h": median_error(results),
         "dynamic_peer_range_h": [min(results), max(results)],
         "dynamic_peer_at_values_h": hours[x.DYNAMIC_PEER.name],
         "dynamic_measured_h": measured,
@@ -137,6 +147,7 @@ def report(
         "fit_errors": [fit.error_16_16, fit.error_8_24],
         "worst_fit_error_of_draws": max(max(abs(p["error_16_16"]), abs(p["error_8_24"])) for p in predicted),
         "draws": len(results),
+        "fits": [{"values": dict(draws[i]), "seed": i + 1, **one} for i, one in enumerate(predicted)],
         "effects_h": main_effects(assumptions, [draws[i] for i in range(len(predicted))], results),
         "picture": x.picture(fit.setting, outcomes),
     }
@@ -179,7 +190,8 @@ def show(
     print(
         f"\nPrediction for the dynamic run, compat: peer, {result['draws']} draws over the ranges, each fitted to the "
         f"two static times (worst error {result['worst_fit_error_of_draws']:.1%}):\n"
-        f"  80 % interval {low:.3f} to {high:.3f} h, centre {result['dynamic_peer_h']:.3f} h, all draws "
+        f"  80 % interval {low:.3f} to {high:.3f} h, centre {result['dynamic_peer_h']:.3f} h (standard error "
+        f"{result['dynamic_peer_error_h']:.3f} h from the number of draws), all draws "
         f"{result['dynamic_peer_range_h'][0]:.3f} to {result['dynamic_peer_range_h'][1]:.3f} h; "
         f"measured {result['dynamic_measured_h']:.3f} h\n"
         "  The measured runs used another engine (SGLang) with speculative decoding (multi-token prediction)."

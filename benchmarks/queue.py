@@ -4,7 +4,7 @@
 
 Workload: segments of 64 samples of 8 responses, lognormal lengths with a mean of about 2k tokens, prompts of 512
 tokens, Zipf token ids, about 125 bytes of metadata. Time of a write = from samples in memory to durable under the final
-name (fsync of file and folder, crc32 of every column); of a read = from the file to samples, verified.
+name (fsync of file and folder, xxh3-64 of every column); of a read = from the file to samples, verified.
 
 Compared, each durable for writes and interleaved round by round (best of N, so that a busy machine hurts all alike):
 raw         the bytes of the segment, already joined: os.write, fsync, rename, fsync(folder); os.read

@@ -6,8 +6,9 @@ One sender and 1, then 2 receivers, each a process with one thread; a model of f
 Interleaved round by round (a busy machine hurts all alike; best of N):
 
 flat       plain gloo broadcast of one flat tensor of the model's size, nothing loaded, nothing checked
-sync       send_weights / receive_weights into a torch model: packed, transferred, xxh3 on both sides, loaded
-in_place   the same, large tensors received where they belong (`into`) instead of being handed to a loader
+sync       send_weights / receive_weights as the torch engine does it: packed, transferred, xxh3 on both sides, large
+           tensors received where they belong (`into`), the others loaded
+copied     the same, every tensor handed to a loader, as for an engine that keeps its weights in another layout
 unchecked  sync without checksums
 shared     the same-node hand-over (HandoverWriter / HandoverReader), checked and loaded
 memcpy     one process copies the flat tensor once: the machine's speed at that moment
@@ -42,7 +43,7 @@ from hybridsched.weight_sync.group import BroadcastGroup, open_store
 from hybridsched.weight_sync.handover import HandoverReader, HandoverWriter
 from hybridsched.weight_sync.plan import total_nbytes
 
-ARMS = ("flat", "sync", "in_place", "unchecked", "shared")
+ARMS = ("flat", "sync", "copied", "unchecked", "shared")
 SYNC_TO_FLAT = 0.7  # DESIGN 15
 SLACK = 4 << 20
 DEADLINE_S = 120.0
@@ -130,7 +131,7 @@ class Rank:
         elif arm == "shared":
             self.arm_shared()
         else:
-            report = self.arm_sync(arm != "unchecked", in_place=arm == "in_place")
+            report = self.arm_sync(arm != "unchecked", in_place=arm != "copied")
         self.meet()
         return time.perf_counter() - start, report
 
@@ -163,7 +164,7 @@ class Rank:
     def load_slice(self, name: str, first: int, part: Any) -> None:
         self.model[name].view(-1)[first : first + part.numel()].copy_(part)
 
-    def arm_sync(self, verify: bool, *, in_place: bool = False) -> dict[str, float]:
+    def arm_sync(self, verify: bool, *, in_place: bool = True) -> dict[str, float]:
         self.number += 1
         version = WeightVersion(0, self.number)
         if self.options.rank == 0:
@@ -241,10 +242,9 @@ def judge(result: dict[str, Any]) -> list[dict[str, Any]]:
     targets = []
     for receivers, run in result["runs"].items():
         best = {arm: min(times) for arm, times in run["seconds"].items()}
-        for arm in ("sync", "in_place"):
-            ratio = best["flat"] / best[arm]
-            name = f"{receivers} receiver(s): {arm} to flat broadcast"
-            targets.append({"name": name, "value": ratio, "target": SYNC_TO_FLAT, "met": ratio >= SYNC_TO_FLAT})
+        ratio = best["flat"] / best["sync"]
+        name = f"{receivers} receiver(s): sync to flat broadcast"
+        targets.append({"name": name, "value": ratio, "target": SYNC_TO_FLAT, "met": ratio >= SYNC_TO_FLAT})
         for rank, peaks in enumerate(run["peaks"]):
             for arm, peak in peaks.items():
                 name = f"{receivers} receiver(s): peak over the model, rank {rank}, {arm} (MiB)"

@@ -20,6 +20,7 @@ import typer
 
 from hybridsched import __version__
 from hybridsched.cli import (
+    calibrate,
     cancel,
     cluster,
     compare,
@@ -75,6 +76,7 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 app.command("cluster", rich_help_panel=_SLURM, context_settings=_PASSED_ON)(cluster.cluster)
 app.command("simulate", rich_help_panel=_AHEAD)(simulate.simulate)
 app.command("plan", rich_help_panel=_AHEAD)(plan.plan)
+app.command("calibrate", rich_help_panel=_AHEAD)(calibrate.calibrate)
 app.command("status", rich_help_panel=_LOOK)(status.status)
 app.command("logs", rich_help_panel=_LOOK)(logs.logs)
 app.command("report", rich_help_panel=_LOOK)(report.report)

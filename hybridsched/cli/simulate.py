@@ -27,6 +27,9 @@ def simulate(
     log: Annotated[
         Path | None, typer.Option("--log", metavar="FOLDER", help="Keep the run log here, for report and explain.")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FOLDER", help="Draw curves and resources over time there (PNG).")
+    ] = None,
 ) -> None:
     """Play a run in virtual time: how long it would take, under the timing model of `emulated:`."""
     import tempfile
@@ -43,6 +46,7 @@ def simulate(
         folder = log if log is not None else Path(scratch)
         write_run_log(run, folder)
         summary = summarize(folder)
+        pictures = _draw(folder, plot) if plot is not None else []
     rows = _cycles(run)
     if as_json:
         print_json({"emulated": True, "notes": list(scenario.notes), **summary, "cycle": rows})
@@ -51,8 +55,16 @@ def simulate(
     for note in scenario.notes:
         typer.echo(f"note: {note}")
     typer.echo(EMULATED)
+    if pictures:
+        typer.echo(f"pictures: {', '.join(map(str, pictures))}")
     if log is not None:
         typer.echo(f"run log: {log} (hybridsched report {log})")
+
+
+def _draw(folder: Path, out: Path) -> list[Path]:
+    from hybridsched.report.pictures import write_pictures
+
+    return write_pictures(folder, out)
 
 
 def _cycles(run: SimulatedRun) -> list[dict[str, float]]:

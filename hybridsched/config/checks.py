@@ -43,12 +43,14 @@ def check_cores(config: RunConfig, available_cores: int) -> list[str]:
 
 def not_available(config: RunConfig) -> list[str]:
     """What the schema knows but this release cannot run yet; empty when it can run everything asked for."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    rollout = config.actor_rollout_ref.rollout
     missing: list[tuple[str, str]] = []
     if rollout.name == "vllm":
         missing.append((f"{_ROLLOUT}.name=vllm", "use torch or emulated"))
-    if actor.strategy == "megatron":
-        missing.append((f"{_ACTOR}.strategy=megatron", "use torch or emulated"))
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy == "megatron" and actor.megatron.context_parallel_size > 1:
+        what = f"{_ACTOR}.megatron.context_parallel_size={actor.megatron.context_parallel_size}"
+        missing.append((what, "share long sequences out by tensor_model_parallel_size instead"))
     if config.rollout.agent is not None:
         missing.append((f"rollout.agent={config.rollout.agent}", "remove it: responses are single-turn"))
     return [f"not available yet: {what}; {instead}" for what, instead in missing]
@@ -163,6 +165,12 @@ def _megatron(config: RunConfig) -> Iterator[Problem]:
         what = f"{gpus} trainer GPUs cannot be split into expert groups of ETP {etp} x EP {ep} x PP {pp}"
         keys = f"{base}.expert_model_parallel_size {base}.expert_tensor_parallel_size"
         yield problem(f"{keys} trainer.n_gpus_per_node", what, "make the product divide nnodes x n_gpus_per_node")
+    if config.trainer.n_gpus_per_node % tp:
+        what = (
+            f"TP {tp} does not fit into nodes of {config.trainer.n_gpus_per_node} GPUs; its ranks talk in every layer"
+        )
+        cure = "use a divisor of trainer.n_gpus_per_node; more nodes take pipeline or data parallelism"
+        yield problem(f"{base}.tensor_model_parallel_size trainer.n_gpus_per_node", what, cure)
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:

@@ -103,6 +103,29 @@ def data_parallel_size(config: RunConfig) -> int:
     return max(1, gpus // model)
 
 
+def data_parallel_rank(config: RunConfig, rank: int) -> int:
+    """Which samples trainer rank ``rank`` gets: those of a data-parallel rank.
+
+    Megatron numbers ranks TP first, then CP, DP, PP; ranks that differ only in TP, CP or PP share their samples.
+    """
+    if config.actor_rollout_ref.actor.strategy != "megatron":
+        return rank
+    sizes = config.actor_rollout_ref.actor.megatron
+    inside = sizes.tensor_model_parallel_size * sizes.context_parallel_size
+    return rank // inside % data_parallel_size(config)
+
+
+def collective_weights(config: RunConfig) -> bool:
+    """Whether no trainer rank holds the whole model, so that all have to take part when weights are handed out."""
+    if config.actor_rollout_ref.actor.strategy != "megatron":
+        return False
+    s = config.actor_rollout_ref.actor.megatron
+    if s.weight_source == "megatron-bridge":
+        return True
+    experts = max(s.expert_model_parallel_size, s.expert_tensor_parallel_size or 1)
+    return max(s.tensor_model_parallel_size, s.pipeline_model_parallel_size, experts) > 1
+
+
 def _length(
     config: RunConfig, n_train_prompts: int | None, required: int, ranks: int
 ) -> tuple[int | None, int | None, int | None]:

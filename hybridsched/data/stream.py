@@ -10,6 +10,7 @@ Does not: remember what was issued (the controller's frontier does) or read file
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Literal, overload
@@ -99,7 +100,24 @@ class PromptSet(Sequence[Prompt]):
         return f"{line}; {self.report.summary()}"
 
 
-class PromptStream(Sequence[Prompt]):
+class _Prompts(Sequence[Prompt]):
+    """A sequence whose items are made by `_at`; a slice is a list of them."""
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            return [self._at(i) for i in range(*index.indices(len(self)))]
+        return self._at(index)
+
+    @abstractmethod
+    def _at(self, index: int) -> Prompt:
+        """Raises IndexError outside."""
+
+
+class PromptStream(_Prompts):
     """``stream[position]``: the prompt of sample `position`, counted over all epochs."""
 
     def __init__(
@@ -125,13 +143,7 @@ class PromptStream(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._length
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._length))]
+    def _at(self, index: int) -> Prompt:
         return self._prompts[self.index_of(index)]
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -164,7 +176,7 @@ class PromptStream(Sequence[Prompt]):
         return order
 
 
-class SyntheticPrompts(Sequence[Prompt]):
+class SyntheticPrompts(_Prompts):
     """`n` prompts of one length that exist only when asked for; all share one token array. No text behind them."""
 
     def __init__(self, n: int, length: int) -> None:
@@ -177,13 +189,7 @@ class SyntheticPrompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._n
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._n))]
+    def _at(self, index: int) -> Prompt:
         if not 0 <= index < self._n:
             raise IndexError(f"prompt {index} is outside the {self._n} synthetic prompts")
         return Prompt(f"synthetic/{index}", self._tokens, "synthetic")

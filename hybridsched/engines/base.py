@@ -98,6 +98,14 @@ class GenerationEngine(ABC):
     async def load_bucket(self, tensors: Mapping[str, Any]) -> None:
         """Take complete named tensors (torch.Tensor, Hugging Face names). The caller may reuse the memory after."""
 
+    def destination(self, name: str) -> Any:
+        """During an update: the tensor that a large tensor of that name may be received into, without load_bucket.
+
+        Contiguous, of the announced shape and dtype, on the device the group uses. None: hand it to load_bucket. May
+        be called from another thread between begin_update and finish_update; what is asked for counts as arriving.
+        """
+        return None
+
     @abstractmethod
     async def finish_update(self, version: WeightVersion, *, keep_kv: bool = False) -> None:
         """All tensors are there: raises if one is missing. Tokens sampled from now on carry ``version``.

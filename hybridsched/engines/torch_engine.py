@@ -167,6 +167,10 @@ class TorchEngine(GenerationEngine):
             raise InternalError("load_bucket without begin_update")
         self._update.load(tensors)
 
+    def destination(self, name: str) -> torch.Tensor | None:
+        """Where a tensor may be received in place. An update that fails afterwards leaves the engine paused."""
+        return self._update.place(name) if self._update is not None else None
+
     async def finish_update(self, version: WeightVersion, *, keep_kv: bool = False) -> None:
         """See the base class. Raises WeightSyncError naming the tensors that did not arrive."""
         if self._update is None or self._weights is None:

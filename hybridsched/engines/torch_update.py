@@ -2,8 +2,8 @@
 
 Owns: the comparison of what is announced with what the model has, and the count of what arrived.
 
-Invariants: a tensor is copied only under a name that was announced and only whole; `finish` passes only when every
-tensor of the model arrived in this update.
+Invariants: a tensor is taken only under a name that was announced and only whole; `finish` passes only when every
+tensor of the model arrived, or was asked for by its place, in this update.
 
 Does not: transport anything, or touch the KV cache.
 """
@@ -56,6 +56,13 @@ class WeightUpdate:
                 )
             target.copy_(tensor)
             self._arrived.add(name)
+
+    def place(self, name: str) -> torch.Tensor | None:
+        """The model's own tensor of that name, to be written whole by the caller before `finish`."""
+        target = self._weights.named.get(name)
+        if target is not None:
+            self._arrived.add(name)
+        return target
 
     def finish(self) -> None:
         """Raise WeightSyncError unless every tensor of the model arrived."""

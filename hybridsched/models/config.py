@@ -13,15 +13,16 @@ from typing import Any
 
 from hybridsched.errors import DataError
 
-SUPPORTED_FAMILIES = ("qwen3", "qwen2", "llama")
+SUPPORTED_FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes and switches of one dense decoder.
+    """Sizes and switches of one decoder.
 
     ``attention_bias`` is the bias of the q, k and v projections, ``attention_out_bias`` that of the output projection
-    (Qwen2 has the first only). ``eos_token_ids`` may be empty.
+    (Qwen2 has the first only). ``eos_token_ids`` may be empty. ``num_experts`` above 0: every layer is a mixture of
+    experts of ``moe_intermediate_size`` (Qwen3-MoE), and ``intermediate_size`` is not used.
     """
 
     vocab_size: int
@@ -41,6 +42,10 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    norm_topk_prob: bool = True
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,12 +71,25 @@ class ModelConfig:
             raise DataError("model config: Qwen3 attention has a bias on all four projections or on none")
         if self.attention_out_bias and not self.attention_bias:
             raise DataError("model config: attention_out_bias without attention_bias is none of the supported families")
+        if self.num_experts:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        if not self.qk_norm:
+            raise DataError("model config: a mixture of experts is supported for Qwen3 only")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise DataError(
+                f"model config: num_experts_per_tok is {self.num_experts_per_tok}, it must be between 1 and "
+                f"num_experts ({self.num_experts})"
+            )
+        if self.moe_intermediate_size < 1:
+            raise DataError(f"model config: moe_intermediate_size is {self.moe_intermediate_size}, it must be positive")
 
     @property
     def model_type(self) -> str:
         """Hugging Face family with exactly this architecture."""
         if self.qk_norm:
-            return "qwen3"
+            return "qwen3_moe" if self.num_experts else "qwen3"
         return "qwen2" if self.attention_bias and not self.attention_out_bias else "llama"
 
     @staticmethod
@@ -83,10 +101,10 @@ class ModelConfig:
         family = raw.get("model_type")
         if family not in SUPPORTED_FAMILIES:
             raise DataError(
-                f"{source}: model_type {family!r} is not supported; "
-                f"the dense families {', '.join(SUPPORTED_FAMILIES)} are"
+                f"{source}: model_type {family!r} is not supported; the families {', '.join(SUPPORTED_FAMILIES)} are"
             )
         _refuse_unsupported(raw, family, source)
+        qwen3 = family in ("qwen3", "qwen3_moe")
         try:
             heads = int(raw["num_attention_heads"])
             hidden = int(raw["hidden_size"])
@@ -98,17 +116,18 @@ class ModelConfig:
                 num_hidden_layers=int(raw["num_hidden_layers"]),
                 num_attention_heads=heads,
                 num_key_value_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads)),
+                head_dim=int(raw.get("head_dim") or (128 if qwen3 else hidden // heads)),
                 rope_theta=_rope_theta(raw, source),
                 rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
                 tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
                 max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
-                qk_norm=family == "qwen3",
+                qk_norm=qwen3,
                 attention_bias=bias,
                 attention_out_bias=bias and family != "qwen2",
                 bos_token_id=_optional_id(raw.get("bos_token_id")),
                 eos_token_ids=_ids(raw.get("eos_token_id")),
                 pad_token_id=_optional_id(raw.get("pad_token_id")),
+                **(_experts(raw) if family == "qwen3_moe" else {}),
             )
         except DataError as error:  # of __post_init__, which knows no file
             raise DataError(str(error).replace("model config:", f"{source}:", 1)) from error
@@ -122,7 +141,12 @@ class ModelConfig:
         family = self.model_type
         out: dict[str, Any] = {
             "architectures": [
-                {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}.get(family, "LlamaForCausalLM")
+                {
+                    "qwen3": "Qwen3ForCausalLM",
+                    "qwen3_moe": "Qwen3MoeForCausalLM",
+                    "qwen2": "Qwen2ForCausalLM",
+                    "llama": "LlamaForCausalLM",
+                }[family]
             ],
             "model_type": family,
             "vocab_size": self.vocab_size,
@@ -149,7 +173,21 @@ class ModelConfig:
             out["attention_bias"] = self.attention_bias
         if family == "llama":
             out["mlp_bias"] = False
+        if self.num_experts:
+            out |= {name: getattr(self, name) for name in _EXPERT_KEYS}
+            out |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.0}
         return out
+
+
+_EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+
+
+def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of Qwen3-MoE. transformers leaves norm_topk_prob out when it is false."""
+    sizes = {name: int(raw[name]) for name in _EXPERT_KEYS[:3]}
+    if sizes["num_experts"] < 1:
+        raise ValueError("num_experts of a qwen3_moe model is not positive")
+    return {**sizes, "norm_topk_prob": bool(raw.get("norm_topk_prob", False))}
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: str, source: str) -> None:
@@ -161,6 +199,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str, source: str) -> Non
         raise DataError(f"{source}: sliding-window attention is not supported; use a model with full attention")
     if raw.get("mlp_bias", False):
         raise DataError(f"{source}: mlp_bias true is not supported")
+    if family == "qwen3_moe" and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
+        raise DataError(f"{source}: dense layers between mixtures of experts are not supported (mlp_only_layers)")
     if raw.get("quantization_config"):
         raise DataError(f"{source}: quantized weights are not supported; use the unquantized model")
 
@@ -213,8 +253,12 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         layer["self_attn.o_proj.bias"] = (hidden,)
     if config.qk_norm:
         layer |= {f"self_attn.{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
-    layer |= {f"mlp.{name}.weight": (inner, hidden) for name in ("gate_proj", "up_proj")}
-    layer["mlp.down_proj.weight"] = (hidden, inner)
+    if config.num_experts:
+        layer["mlp.gate.weight"] = (config.num_experts, hidden)
+        for expert in range(config.num_experts):
+            layer |= _mlp_shapes(f"mlp.experts.{expert}", hidden, config.moe_intermediate_size)
+    else:
+        layer |= _mlp_shapes("mlp", hidden, inner)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for number in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
@@ -222,3 +266,12 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def _mlp_shapes(prefix: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """The three matrices of one SwiGLU."""
+    return {
+        f"{prefix}.gate_proj.weight": (inner, hidden),
+        f"{prefix}.up_proj.weight": (inner, hidden),
+        f"{prefix}.down_proj.weight": (hidden, inner),
+    }

@@ -12,19 +12,20 @@ Does not: contact a hub, touch tokenizers beyond copying their files, convert to
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from hybridsched.errors import DataError
+from hybridsched.errors import DataError, InternalError
 from hybridsched.model import TensorSpec
-from hybridsched.models.qwen3 import CausalLM, ModelConfig, empty_model
+from hybridsched.models.qwen3 import CausalLM, ModelConfig, empty_model, torch_dtype
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 #: What belongs to a model folder beside weights; copied along so that a checkpoint is usable on its own.
@@ -92,19 +93,34 @@ def read_weights(folder: str | Path, targets: Mapping[str, torch.Tensor]) -> Non
 
 
 def save_hf(model: CausalLM, folder: str | Path, extra_files_from: str | Path | None = None) -> None:
+    """`save_weights` of a whole model."""
+    save_weights(model.config, weight_specs(model), named_weights(model), folder, extra_files_from)
+
+
+def save_weights(
+    config: ModelConfig,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    folder: str | Path,
+    extra_files_from: str | Path | None = None,
+) -> None:
     """Write config.json and model.safetensors into ``folder`` (made if absent), fsynced.
 
-    ``extra_files_from``: a model folder whose tokenizer and generation files are copied along.
+    ``tensors``: in the order of ``specs``, written one by one as they come, so that they need not be in memory
+    together. ``extra_files_from``: a model folder whose tokenizer and generation files are copied along.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.to("cpu").contiguous() for name, t in named_weights(model)}
     temporary = folder / (WEIGHTS + ".tmp")
-    save_file(tensors, temporary, metadata={"format": "pt"})
+    with temporary.open("wb") as file:
+        file.write(_header(specs))
+        for spec, (name, tensor) in zip(specs, tensors, strict=True):
+            if (name, tuple(tensor.shape)) != (spec.name, tuple(spec.shape)):
+                raise InternalError(f"tensor {name} {tuple(tensor.shape)} came where {spec.name} {spec.shape} was due")
+            file.write(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
     _publish(temporary, folder / WEIGHTS)
     (folder / INDEX).unlink(missing_ok=True)  # of an older, sharded save: readers would prefer either
-    dtype = dtype_name(next(model.parameters()).dtype)
-    _write_text(folder / CONFIG, json.dumps(model.config.to_hf(dtype), indent=2) + "\n")
+    _write_text(folder / CONFIG, json.dumps(config.to_hf(specs[0].dtype), indent=2) + "\n")
     if extra_files_from is not None and Path(extra_files_from).resolve() != folder.resolve():
         for name in COMPANIONS:
             source = Path(extra_files_from) / name
@@ -113,6 +129,78 @@ def save_hf(model: CausalLM, folder: str | Path, extra_files_from: str | Path | 
                 shutil.copyfile(source, temporary)
                 _publish(temporary, folder / name)
     _sync(folder)
+
+
+_STORED = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    """The beginning of a safetensors file: length of the table (8 bytes), then the table, filled up to 8 bytes."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for spec in specs:
+        end = start + math.prod(spec.shape) * torch_dtype(spec.dtype).itemsize
+        table[spec.name] = {"dtype": _STORED[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class TensorReader:
+    """Reads tensors of a model folder one by one, by name. A context manager: files stay open inside.
+
+    ``shapes``: name -> shape of every tensor the model has. Raises DataError, naming file and cure, for a folder that
+    lacks one, and at `read` for a tensor that is damaged or of another shape.
+    """
+
+    def __init__(self, folder: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._folder = Path(folder)
+        self._shapes = shapes
+        self._files = ExitStack()
+        self._where: dict[str, tuple[Path, Any]] = {}
+
+    def __enter__(self) -> TensorReader:
+        try:
+            for path, names in _weight_files(self._folder):
+                file = self._files.enter_context(_opened(path))
+                for name in names if names is not None else file.keys():
+                    self._where[name] = (path, file)
+            missing = [name for name in self._shapes if name not in self._where]
+            if missing:
+                raise DataError(
+                    f"{self._folder}: {_some(missing)} not in its safetensors files, though config.json asks for it; "
+                    "copy the model folder again, or correct config.json (tie_word_embeddings?)"
+                )
+        except BaseException:
+            self._files.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._files.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor of that name, as it is stored."""
+        path, file = self._where[name]
+        try:
+            tensor: torch.Tensor = file.get_tensor(name)
+        except SafetensorError as error:
+            raise DataError(f"{path}: tensor {name} cannot be read ({error}); copy the file again") from error
+        if tuple(tensor.shape) != tuple(self._shapes[name]):
+            raise DataError(
+                f"{path}: tensor {name} has shape {tuple(tensor.shape)}, config.json says {tuple(self._shapes[name])}"
+            )
+        return tensor
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: a shard named by {INDEX} is missing; copy the complete model folder") from error
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: damaged or unreadable safetensors file ({error}); copy it again") from error
 
 
 def _read_json(path: Path, what: str) -> dict[str, Any]:

@@ -139,6 +139,11 @@ class CausalLM(nn.Module):  # type: ignore[misc]  # torch is untyped to mypy her
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if config.num_experts:
+            raise DataError(
+                "a mixture of experts (model_type qwen3_moe) cannot be computed by the torch engine and trainer; use "
+                "actor_rollout_ref.actor.strategy: megatron and actor_rollout_ref.rollout.name: vllm"
+            )
         self.config = config
         self.model = Decoder(config)
         self.lm_head = (

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hybridsched.config.derived import data_parallel_rank
 from hybridsched.errors import DeadlineExceeded
 from hybridsched.model import ReplicaKind, SampleRow, SegmentId, Verdict
 from hybridsched.runtime import messages as m
@@ -199,14 +200,18 @@ class Collector:
         return True
 
     def _split(self, rows: list[SampleRow], ranks: int) -> list[list[list[tuple[Any, int]]]]:
-        """Per rank, per mini-batch: row references. Balanced by tokens, deterministic."""
+        """Per rank, per mini-batch: row references. Balanced by tokens, deterministic.
+
+        Ranks of one data-parallel rank (they hold pieces of one model) get the same samples.
+        """
         size = self._config.actor_rollout_ref.actor.ppo_mini_batch_size
-        orders: list[list[list[tuple[Any, int]]]] = [[] for _ in range(ranks)]
+        parts = self._d.data_parallel_size
+        orders: list[list[list[tuple[Any, int]]]] = [[] for _ in range(parts)]
         for first in range(0, len(rows), size):
             mini = rows[first : first + size]
-            for rank, chosen in enumerate(partition_samples([row.n_tokens for row in mini], ranks)):
-                orders[rank].append([(mini[i].ref.segment, mini[i].ref.row) for i in chosen])
-        return orders
+            for part, chosen in enumerate(partition_samples([row.n_tokens for row in mini], parts)):
+                orders[part].append([(mini[i].ref.segment, mini[i].ref.row) for i in chosen])
+        return [orders[data_parallel_rank(self._config, rank)] for rank in range(ranks)]
 
     async def _damaged(self, rows: list[SampleRow], damaged: dict[Any, str]) -> None:
         """Quarantine, put the sound rows back, issue the lost samples again."""

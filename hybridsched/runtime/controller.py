@@ -289,7 +289,9 @@ class Controller:
             cycle = self._cycle
             cycle.generation_s.append(self._s.clock.now() - flight.admitted_at)
             parts.service_s.append(flight.served_s)
+            parts.decode.append(done.decode)
             cycle.spans.append(done.version_span)
+            cycle.note_decode(src.partition(".")[0], done.decode)
             cycle.rewards.extend(r for r in done.rewards if r is not None)
             cycle.lengths.extend(done.n_tokens)
             if done.verdict:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from hybridsched.model import WeightVersion
 from hybridsched.runtime.synchronizer import SyncStats
+from hybridsched.runtime.workers.meter import NOTHING, Sums, added
 from hybridsched.scheduling import utilization as u
 
 
@@ -59,6 +60,12 @@ class CycleRecord:
     generated: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
     lag_s: float = 0.0  #: largest event-loop lag
+    decode: dict[tuple[str, int], Sums] = field(default_factory=dict)  #: (kind of replica, size of the batch)
+
+    def note_decode(self, kind: str, sums: Mapping[int, Sums]) -> None:
+        """Take in what a replica measured (runtime/workers/meter.py)."""
+        for size, more in sums.items():
+            self.decode[kind, size] = added(self.decode.get((kind, size), NOTHING), more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +167,10 @@ def metrics(cycle: CycleRecord, static: Static, gauges: Mapping[str, float]) -> 
     if cycle.lengths:
         out["rollout/response_length/mean"] = sum(cycle.lengths) / len(cycle.lengths)
         out["rollout/response_length/max"] = float(max(cycle.lengths))
+        out |= _quantiles("rollout/response_length", cycle.lengths)
+    for (kind, size), sums in sorted(cycle.decode.items()):
+        names = ("seconds", "steps", "tokens", "prefill_tokens")
+        out |= {f"decode/{kind}/batch_{size:04d}/{name}": value for name, value in zip(names, sums, strict=True)}
     return out | dict(gauges)
 
 
@@ -196,6 +207,12 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
         f"{name}/tp95": at(0.95),
         f"{name}/tp99": at(0.99),
     }
+
+
+def _quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Percentiles a distribution can be fitted to."""
+    ordered = sorted(values)
+    return {f"{name}/tp{q:02d}": float(ordered[q * len(ordered) // 100]) for q in (10, 25, 50, 75, 90, 95)}
 
 
 def _trainer(collections: Sequence[CollectionRecord]) -> dict[str, float]:

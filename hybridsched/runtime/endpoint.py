@@ -2,7 +2,8 @@
 
 Owns: correlation of calls and replies, deadlines of calls, handler tasks. Invariants: every call ends (reply, remote
 failure, lost peer, deadline); messages from one peer are handled in order of arrival (a handler that is a coroutine
-function is started in order). Does not know how envelopes travel: `post` is handed in.
+function is started in order), and none of them twice (once.py). Does not know how envelopes travel: `post` is handed
+in.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from hybridsched import errors
 from hybridsched.errors import DeadlineExceeded, FaultError, HybridschedError, InternalError, UserError, WorkerDied
 from hybridsched.runtime.messages import AnyMessage, Envelope, Failure, Ok
+from hybridsched.runtime.once import Numbering, Seen
 
 M = TypeVar("M")
 Handler = Callable[[Any, str], Any]
@@ -33,8 +35,11 @@ class RemoteError(FaultError):
 class Endpoint:
     """One named party."""
 
-    def __init__(self, name: str, post: Callable[[Envelope], None]) -> None:
+    def __init__(self, name: str, post: Callable[[Envelope], None], life: str = "") -> None:
+        """life: the incarnation, where a name may live again."""
         self.name = name
+        self._numbering = Numbering(life)
+        self._seen = Seen()
         self._post = post
         self._handlers: dict[type, Handler] = {}
         self._calls: dict[int, tuple[str, str, asyncio.Future[Any]]] = {}
@@ -55,7 +60,7 @@ class Endpoint:
 
     def tell(self, dst: str, message: AnyMessage) -> None:
         """Send without waiting for a reply."""
-        self._post(Envelope(self.name, dst, 0, False, message))
+        self._post(Envelope(self.name, dst, 0, False, message, self._numbering.next(dst)))
 
     async def call(self, dst: str, message: AnyMessage, reply: type[M], *, deadline_s: float, what: str) -> M:
         """Send and wait for a reply of type ``reply``, at most ``deadline_s`` seconds.
@@ -70,7 +75,7 @@ class Endpoint:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[number] = (dst, what, future)
         try:
-            self._post(Envelope(self.name, dst, number, False, message))
+            self._post(Envelope(self.name, dst, number, False, message, self._numbering.next(dst)))
             async with asyncio.timeout(deadline_s):
                 answer = await future
         except TimeoutError:
@@ -88,6 +93,8 @@ class Endpoint:
 
     def deliver(self, envelope: Envelope) -> None:
         """An envelope for this endpoint arrived."""
+        if self._seen.again(envelope.src, envelope.serial):
+            return
         if envelope.reply:
             waiting = self._calls.get(envelope.call)
             if waiting is not None and not waiting[2].done():
@@ -158,7 +165,10 @@ class Endpoint:
 
     def _reply(self, envelope: Envelope, answer: Any) -> None:
         if envelope.call:
-            self._post(Envelope(self.name, envelope.src, envelope.call, True, Ok() if answer is None else answer))
+            serial = self._numbering.next(envelope.src)
+            self._post(
+                Envelope(self.name, envelope.src, envelope.call, True, Ok() if answer is None else answer, serial)
+            )
         elif isinstance(answer, Failure):
             self._report(InternalError(answer.text), f"message from {envelope.src}")
 

@@ -29,6 +29,7 @@ from hybridsched.scheduling.cycle import (
     expected_samples,
     reachable,
 )
+from hybridsched.scheduling.load import fit_load
 from hybridsched.scheduling.policy import DynamicScheduleContext
 from hybridsched.scheduling.staleness import due_before_sync
 
@@ -125,6 +126,7 @@ class Lending:
             served_s=[f.served(now) for f in p.rollouter.flights() if f.purpose is Purpose.TRAIN],
             train_s=list(self._train_s),
             sync_s=self._sync_s,
+            load=fit_load(p.service_s, p.decode, d.max_num_seqs),
         )
 
     # --- while hybrids are lent -----------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ class Lending:
         elif self._d.n_hybrid_replicas and not last:
             self.skipped_syncs += 1
             p.log.event("sync", str(p.version), new="second sync skipped", reason=decision.reason)
-        p.rollouter.reserve = 0
+        p.rollouter.reserve = p.rollouter.reserve_new = 0
         if self._peer and not last:
             p.rollouter.paused = ""  # the peer starts new samples only after hybrids have joined
         p.rollouter.pump()
@@ -291,7 +293,7 @@ class Lending:
         cycle.lent_share = cycle.lent / max(1, self._d.n_hybrid_replicas)
         if cycle.activated and self._config.async_training.dynamic_schedule_enable_rebalance:
             ask(lambda: self._policy.request_rebalance(p.version.number, self.context()), None, self._policy)
-        p.rollouter.reserve = 0
+        p.rollouter.reserve = p.rollouter.reserve_new = 0
         if self._intent.wanted:
             self._intent.wanted = False
             await self._rebalance()

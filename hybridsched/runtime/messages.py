@@ -20,6 +20,7 @@ from hybridsched.runtime.message_base import Failure as Failure
 from hybridsched.runtime.message_base import Message as Message
 from hybridsched.runtime.message_base import Ok as Ok
 from hybridsched.runtime.messages_sync import AbortSync as AbortSync
+from hybridsched.runtime.messages_sync import JoinGather as JoinGather
 from hybridsched.runtime.messages_sync import OpenSync as OpenSync
 from hybridsched.runtime.messages_sync import Probe as Probe
 from hybridsched.runtime.messages_sync import ProbeResult as ProbeResult
@@ -158,6 +159,7 @@ class SampleCompleted(Message, frozen=True):
     generation_s: float = 0.0
     reprefill_tokens: int = 0
     version_span: int = 0
+    decode: dict[int, tuple[float, float, float, float]] = {}  #: of the replica since it last told (workers/meter.py)
 
 
 class SegmentSealed(Message, frozen=True):
@@ -323,10 +325,14 @@ AnyMessage = Message
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """One message on its way. call 0: no reply expected; reply True: answers that call of the other side."""
+    """One message on its way. call 0: no reply expected; reply True: answers that call of the other side.
+
+    serial: number of the message from this life of ``src`` to ``dst`` (runtime/once.py); 0: not numbered.
+    """
 
     src: str
     dst: str
     call: int
     reply: bool
     body: Message
+    serial: int = 0

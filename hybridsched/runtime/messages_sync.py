@@ -50,6 +50,10 @@ class AbortSync(Message, frozen=True):
     reason: str
 
 
+class JoinGather(Message, frozen=True):
+    """To a trainer that hands nothing out while another does: take part in gathering the sharded weights. Ok after."""
+
+
 class WriteHandover(Message, frozen=True):
     """To the first trainer of a node: publish the weights for the hybrids of this node."""
 

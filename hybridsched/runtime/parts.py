@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from hybridsched.config.derived import collective_weights
 from hybridsched.model import ReplicaKind, SampleRow, SamplingParams, SegmentId, Tenant, TokenArray, WeightVersion
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.checkpoints import LogPosition
@@ -56,6 +57,7 @@ class Parts:
         self.optimizer_steps = 0
         self.trained = 0
         self.service_s: deque[float] = deque(maxlen=SERVICE_HISTORY)
+        self.decode: deque[dict[int, tuple[float, float, float, float]]] = deque(maxlen=SERVICE_HISTORY)
         self._s = config.async_training.concurrent_samples_per_replica
         self._n = config.actor_rollout_ref.rollout.n
         self.incarnation = services.chains.new_incarnation()
@@ -146,6 +148,7 @@ class Parts:
             start_s=deadlines.start_s * deadlines.scale,
             drain_s=deadlines.drain_s * deadlines.scale,
             partial_rollout=s.config.async_training.partial_rollout,
+            sharded=self._sharded_trainers(),
         )
         return DynamicResourceController(
             s.endpoint, s.plan, self.pool, s.clock, s.log, settings, self._kill, self._on_capacity
@@ -166,11 +169,18 @@ class Parts:
             sync_s=deadlines.sync_s * deadlines.scale,
             drain_s=deadlines.drain_s * deadlines.scale,
             double_abort=s.config.async_training.compat == "peer",
+            sharded=self._sharded_trainers(),
         )
         made = WeightSynchronizer(s.endpoint, self.pool, s.clock, s.log, settings, self._kill, self._on_sync_resumed)
         if settings.verify_probe:
             made.probe_set = self._probe_set(sync.probe_count)
         return made
+
+    def _sharded_trainers(self) -> tuple[str, ...]:
+        """Trainers that have to take part whenever one of them hands out weights; empty where each holds them all."""
+        if not collective_weights(self.services.config):
+            return ()
+        return tuple(w.worker for w in self.plan.of_kind("trainer"))
 
     def _probe_set(self, count: int) -> list[tuple[TokenArray, TokenArray]]:
         """Fixed sequences for the truth test: prompts, each followed by the tokens of the next ones as its response."""
@@ -242,13 +252,16 @@ class Parts:
         self.changed.notify()
 
     def _on_sync_resumed(self) -> None:
-        """Standalone replicas hold the weights: parked leases go on, but only up to their share with hybrids."""
+        """Standalone replicas hold the weights: they go on, but only with their share of what hybrids could do too."""
         if self._peer:  # requests retry at once on what is there; new samples wait until everything else is done
             self._on_capacity()
             return
-        lendable = len(self.resources.lendable())
-        ready = self.pool.n_ready
-        self.rollouter.reserve = self.rollouter.parked() * lendable // (lendable + ready) if lendable else 0
+        lendable, rollouter = len(self.resources.lendable()), self.rollouter
+        everybody = max(1, lendable + self.pool.n_ready)
+        rollouter.reserve = rollouter.parked() * lendable // everybody
+        room = self.window.room()
+        new = min(room, rollouter.prompts_left())
+        rollouter.reserve_new = room - new + new * lendable // everybody
         self.rollouter.paused = ""
         self._on_capacity()
 

@@ -126,6 +126,7 @@ def _check_data(config: RunConfig) -> tuple[int, str, ModelConfig]:
     path = config.actor_rollout_ref.model.path
     assert path is not None  # config.checks
     model = check_model(path)
+    _check_family(config, model)
     folder = config.actor_rollout_ref.model.tokenizer_path or path
     tokenizer = Tokenizer.from_folder(folder)
     stop_token_ids(path, tokenizer)
@@ -135,6 +136,28 @@ def _check_data(config: RunConfig) -> tuple[int, str, ModelConfig]:
         _check_vocabulary(PromptSet.build(config.data, tokenizer, split="val"), model, folder)
     resolve_reward(config.reward.function, config.reward.kwargs)
     return len(prompts), prompts.fingerprint, model
+
+
+def _check_family(config: RunConfig, model: ModelConfig) -> None:
+    """Whether trainer and engine can compute this model, cut as configured."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if model.num_experts and (actor.strategy == "torch" or rollout.name == "torch"):
+        raise ConfigError(
+            f"actor_rollout_ref.model.path: {config.actor_rollout_ref.model.path} is a mixture of experts, which torch "
+            "engine and trainer cannot compute; use actor.strategy: megatron with rollout.name: vllm, or a dense model"
+        )
+    if actor.strategy == "megatron":
+        from hybridsched.models.model_sizes import size_problems
+
+        sizes = actor.megatron
+        problems = size_problems(
+            model,
+            sizes.tensor_model_parallel_size,
+            sizes.pipeline_model_parallel_size,
+            sizes.expert_model_parallel_size,
+        )
+        if problems:
+            raise ConfigError("actor_rollout_ref.actor.megatron does not fit the model:\n- " + "\n- ".join(problems))
 
 
 def _check_vocabulary(prompts: PromptSet, model: ModelConfig, tokenizer_folder: str) -> None:

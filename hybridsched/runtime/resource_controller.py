@@ -46,6 +46,7 @@ class SwitchSettings:
     start_s: float
     drain_s: float
     partial_rollout: bool
+    sharded: tuple[str, ...] = ()  #: trainers that gather their weights together
 
 
 class DynamicResourceController:
@@ -205,10 +206,16 @@ class DynamicResourceController:
             for name in names:
                 readers.append(name)
                 reads.append(self._call(name, m.ReadHandover(version, key, []), m.SyncDone, "taking weights"))
-        results = await outcomes([*reads, *writes])
-        for result, writer in zip(results[len(reads) :], by_writer, strict=True):
+        others = [name for name in self._settings.sharded if name not in by_writer]
+        gathers = [self._call(name, m.JoinGather(), m.Ok, "gathering weights") for name in others]
+        results = await outcomes([*reads, *writes, *gathers])
+        written, gathered = results[len(reads) : len(reads) + len(writes)], results[len(reads) + len(writes) :]
+        for result, writer in zip(written, by_writer, strict=True):
             if isinstance(result, BaseException) and not self._pool_only_failure(by_writer[writer]):
                 raise result
+        for outcome in gathered:
+            if isinstance(outcome, BaseException):
+                raise outcome
         return self._survivors(readers, results[: len(reads)], "taking weights")
 
     def _pool_only_failure(self, readers: list[str]) -> bool:

@@ -67,7 +67,7 @@ class Rollouter:
         self._again: deque[tuple[int, int]] = deque()  # (uid, issue)
         self.current_version: Callable[[], WeightVersion] = lambda: FIRST
         self.validation: ValidationRun | None = None
-        self.reserve = 0  #: parked leases kept back until the lending decision is known
+        self.reserve = self.reserve_new = 0  #: parked leases, places in the window kept back until lending is decided
         self.blocked: dict[str, str] = {}  #: replicas whose disk is full
         self.paused = ""  #: reason why nothing new is admitted
         self.generated = 0  #: samples completed since the last sync
@@ -137,7 +137,7 @@ class Rollouter:
         while self._again and self._issue(*self._again[0]):
             self._again.popleft()
         if not self._again and not self.paused and not self.blocked:
-            while self.window.room() > 0 and self.prompts_left() > 0 and self._issue_new():
+            while self.window.room() > self.reserve_new and self.prompts_left() > 0 and self._issue_new():
                 pass
 
     def _issue_new(self) -> bool:

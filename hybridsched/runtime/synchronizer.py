@@ -8,7 +8,7 @@ after the configured attempts the run ends. The transfer itself is the workers' 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,7 @@ class SyncSettings:
     sync_s: float
     drain_s: float
     double_abort: bool = False  #: compat: peer
+    sharded: tuple[str, ...] = ()  #: trainers that gather their weights (and compute probes) together
 
 
 @dataclass(slots=True)
@@ -167,7 +168,7 @@ class WeightSynchronizer:
             TRAINER, opened, m.SyncAddress, deadline_s=self._settings.sync_s, what="opening the sync group"
         )
         self._group = group
-        calls = [
+        calls: list[Awaitable[m.AnyMessage]] = [
             self._endpoint.call(
                 TRAINER,
                 m.SendWeights(attempt, version, members),
@@ -182,20 +183,28 @@ class WeightSynchronizer:
                 self._endpoint.call(name, order, m.SyncDone, deadline_s=self._settings.sync_s, what="receiving weights")
             )
 
+        others = [name for name in self._settings.sharded if name != TRAINER]
+        calls += [
+            self._endpoint.call(name, m.JoinGather(), m.Ok, deadline_s=self._settings.sync_s, what="gathering weights")
+            for name in others
+        ]
+
         def broken() -> None:
             for name in members:
                 self._endpoint.tell(name, m.AbortSync(attempt, "another member failed"))
 
         ended = await break_on_failure(calls, broken)
-        failed = {name: e for name, e in zip(members, ended, strict=True) if isinstance(e, BaseException)}
+        named = zip([*members, *others], ended, strict=True)
+        failed = {name: e for name, e in named if isinstance(e, BaseException)}
         if not failed:
             done = ended[0]
             assert isinstance(done, m.SyncDone)
             stats.n_bytes, stats.phases = done.n_bytes, done.phases
             return await self._probe(alive, stats)
         self._group = []
-        if isinstance(failed.get(TRAINER), WorkerDied):
-            raise failed[TRAINER]
+        for name in (TRAINER, *others):
+            if isinstance(failed.get(name), WorkerDied):
+                raise failed[name]
         for name in alive:
             error = failed.get(name)
             if isinstance(error, FaultError) and type(error).__name__ == "DeadlineExceeded":
@@ -207,15 +216,16 @@ class WeightSynchronizer:
         if not self._settings.verify_probe:
             return None
         order = m.Probe(self.probe_set, self._settings.temperature)
+        others = [name for name in self._settings.sharded if name != TRAINER]
         calls = [
             self._endpoint.call(name, order, m.ProbeResult, deadline_s=self._settings.sync_s, what="probing weights")
-            for name in [TRAINER, *alive]
+            for name in [TRAINER, *alive, *others]
         ]
         ended = await outcomes(calls)
         reference = ended[0]
         if isinstance(reference, BaseException):
             raise reference
-        for name, result in zip(alive, ended[1:], strict=True):
+        for name, result in zip([*alive, *others], ended[1:], strict=True):
             if isinstance(result, BaseException):
                 return f"{name}: {result}"
             verdict = compare_logprobs(reference.logprobs, result.logprobs, self._settings.probe_tolerance)

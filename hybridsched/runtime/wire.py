@@ -21,6 +21,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
     call: int
     reply: bool
     body: msgspec.Raw
+    serial: int = 0
 
 
 def _encode_hook(obj: Any) -> Any:
@@ -46,13 +47,13 @@ _bodies = msgspec.msgpack.Decoder(Union[tuple(Message.__subclasses__())], dec_ho
 def encode(envelope: Envelope) -> bytes:
     """Envelope -> bytes."""
     body = msgspec.Raw(_encoder.encode(envelope.body))
-    return _encoder.encode(_Frame(envelope.src, envelope.dst, envelope.call, envelope.reply, body))
+    return _encoder.encode(_Frame(envelope.src, envelope.dst, envelope.call, envelope.reply, body, envelope.serial))
 
 
 def decode(frame: bytes) -> Envelope:
     """Bytes -> Envelope. Raises msgspec.DecodeError (ValidationError) on foreign bytes."""
     head = _frames.decode(frame)
-    return Envelope(head.src, head.dst, head.call, head.reply, _bodies.decode(head.body))
+    return Envelope(head.src, head.dst, head.call, head.reply, _bodies.decode(head.body), head.serial)
 
 
 def destination(frame: bytes) -> str:

@@ -3,7 +3,7 @@
 Invariants
     A segment is complete under its final name or it is not there: ``.tmp`` -> fsync -> rename -> fsync(folder).
     After a failure nothing is left behind; on a full disk the error is NoSpace.
-    Whatever is damaged later is noticed by the reader: metadata by HDF5's own checksums, data by a crc32 per column.
+    Whatever is damaged later is noticed by the reader: metadata by HDF5's own checksums, data by xxh3-64 per column.
     The format (layout.py) opens with plain h5py, h5dump 1.8+ and pandas: bounds v108-v110, contiguous, no filters.
 
 How it is written: HDF5 lays out a "skeleton" (groups and contiguous datasets with space allocated and nothing filled
@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import xxhash
 from h5py import h5a, h5d, h5f, h5g, h5p, h5s, h5t
 
 import hybridsched
@@ -50,7 +50,7 @@ from hybridsched.sample_queue.files import (
     surviving_file_size_limit,
     temporary_name,
 )
-from hybridsched.sample_queue.layout import COLUMNS, GROUPS, INFO_COLUMNS, SCHEMA, SCHEMA_VERSION
+from hybridsched.sample_queue.layout import CHECKSUM, COLUMNS, GROUPS, INFO_COLUMNS, SCHEMA, SCHEMA_VERSION
 
 _WRITER = f"hybridsched {hybridsched.__version__}; h5py {h5py.version.version}; hdf5 {h5py.version.hdf5_version}"
 _METADATA_BYTES = 64 << 10  # generous bound of what HDF5 itself writes into a segment
@@ -69,14 +69,14 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSummary:
-    """A segment without its tokens. ``crc32`` by column; n_tokens counts response tokens."""
+    """A segment without its tokens. ``checksums`` by column (xxh3-64, hex); n_tokens counts response tokens."""
 
     header: SegmentHeader
     rows: tuple[SampleRow, ...]
     n_bytes: int
     n_responses: int
     n_tokens: int
-    crc32: Mapping[str, int]
+    checksums: Mapping[str, str]
 
 
 # ------------------------------------------------------------------ writing
@@ -119,7 +119,7 @@ def _write_temporary(
             _fill(fd, pieces, datasets)
             if durable:
                 start_writeback(fd)
-            checksums = {name: _crc(arrays) for name, arrays in pieces.items()}
+            checksums = {name: _checksum(arrays) for name, arrays in pieces.items()}
             rows = sample_rows(joined(pieces, INFO_COLUMNS), prompts, header.segment)
             attributes = _attributes(header, rows, pieces)
             for key, value in attributes.items():
@@ -131,16 +131,17 @@ def _write_temporary(
     return SegmentSummary(header, rows, n_bytes, attributes["n_responses"], attributes["n_tokens"], checksums)
 
 
-def column_checksums(samples: Sequence[Sample]) -> dict[str, int]:
-    """crc32 by column that a segment of ``samples`` has: two segments with equal ones hold the same samples."""
-    return {name: _crc(arrays) for name, arrays in encode(samples).items()}
+def column_checksums(samples: Sequence[Sample]) -> dict[str, str]:
+    """Checksums by column that a segment of ``samples`` has: two segments with equal ones hold the same samples."""
+    return {name: _checksum(arrays) for name, arrays in encode(samples).items()}
 
 
-def _crc(arrays: Iterable[Array]) -> int:
-    value = 0
+def _checksum(arrays: Iterable[Array]) -> str:
+    """16 hex digits over the bytes of the arrays in order."""
+    digest = xxhash.xxh3_64()
     for array in arrays:
-        value = zlib.crc32(array.data, value)
-    return value
+        digest.update(array.data)
+    return digest.hexdigest()
 
 
 def _attributes(header: SegmentHeader, rows: Sequence[SampleRow], pieces: Pieces) -> dict[str, Any]:
@@ -208,10 +209,10 @@ def _fill(fd: int, pieces: Pieces, datasets: Mapping[str, Any]) -> None:
     gather_write(fd, stretch, start)
 
 
-def _describe(datasets: Mapping[str, Any], checksums: Mapping[str, int]) -> None:
+def _describe(datasets: Mapping[str, Any], checksums: Mapping[str, str]) -> None:
     for column in COLUMNS:
         data = datasets[column.name]
-        _set_attribute(data, "crc32", checksums[column.name])
+        _set_attribute(data, CHECKSUM, checksums[column.name])
         _set_attribute(data, "units", column.units)
         _set_attribute(data, "description", column.description)
 
@@ -232,6 +233,14 @@ def _set_attribute(target: Any, key: str, value: Any) -> None:
     array = np.asarray(value, "<i8")
     space = h5s.create_simple(array.shape) if array.ndim else _SCALAR
     h5a.create(target, key.encode(), h5t.STD_I64LE, space).write(array, h5t.STD_I64LE)
+
+
+def _get_attribute(target: Any, key: str) -> Any:
+    attribute = h5a.open(target, key.encode())
+    out = np.empty(attribute.shape, attribute.dtype)
+    attribute.read(out)
+    value = out.tolist()
+    return value.decode() if isinstance(value, bytes) else value
 
 
 @functools.lru_cache(maxsize=256)  # units and descriptions are the same in every segment
@@ -312,11 +321,11 @@ class _Reader:
             schema, version = self._attribute("schema"), self._attribute("schema_version")
             if schema != SCHEMA:
                 raise QueueError(f"{self._path}: schema is {schema!r}, not {SCHEMA!r}: this is not a sample segment")
-            if version > SCHEMA_VERSION:
+            if version != SCHEMA_VERSION:
                 raise QueueError(
-                    f"{self._path}: format version {version} (written by {self._attribute('writer')}), this "
-                    f"hybridsched {hybridsched.__version__} reads up to {SCHEMA_VERSION}. Read it with a hybridsched "
-                    "at least as new as its writer."
+                    f"{self._path}: format version {version}, written by {self._attribute('writer')}; this hybridsched "
+                    f"{hybridsched.__version__} reads version {SCHEMA_VERSION}. Read it with the hybridsched that "
+                    "wrote it."
                 )
         except BaseException:
             self._file.close()
@@ -339,11 +348,7 @@ class _Reader:
 
     def _attribute(self, name: str) -> Any:
         with self._guard(f"attribute {name!r}"):
-            attribute = h5a.open(self._file, name.encode())
-            out = np.empty(attribute.shape, attribute.dtype)
-            attribute.read(out)
-            value = out.tolist()
-            return value.decode() if isinstance(value, bytes) else value
+            return _get_attribute(self._file, name)
 
     def header(self) -> SegmentHeader:
         """Whose segment it is."""
@@ -355,19 +360,17 @@ class _Reader:
         """Read and verify whole columns."""
         return {name: self._column(name) for name in names}
 
-    def checksums(self) -> dict[str, int]:
-        """The stored crc32 of every column, without reading the data."""
-        return {name: self._stored_crc(self._open(name), name) for name in _ALL_NAMES}
+    def checksums(self) -> dict[str, str]:
+        """The stored checksum of every column, without reading the data."""
+        return {name: self._stored_checksum(self._open(name), name) for name in _ALL_NAMES}
 
     def _open(self, name: str) -> Any:
         with self._guard(f"dataset {name!r}"):
             return h5d.open(self._file, name.encode())
 
-    def _stored_crc(self, data: Any, name: str) -> int:
+    def _stored_checksum(self, data: Any, name: str) -> str:
         with self._guard(f"checksum of dataset {name!r}"):
-            stored = np.empty((), np.int64)
-            h5a.open(data, b"crc32").read(stored)
-            return int(stored)
+            return str(_get_attribute(data, CHECKSUM))
 
     def _column(self, name: str) -> Array:
         data = self._open(name)
@@ -377,10 +380,10 @@ class _Reader:
                 raise ValueError(f"it claims {values.nbytes} bytes in a file of {self.n_bytes}")
             if values.size:
                 data.read(h5s.ALL, h5s.ALL, values)
-        expected, found = self._stored_crc(data, name), zlib.crc32(values.data)
+        expected, found = self._stored_checksum(data, name), _checksum([values])
         if expected != found:
             raise SegmentDamaged(
-                f"{self._path}: dataset {name!r} is damaged: expected crc32 {expected:08x}, found {found:08x} over "
+                f"{self._path}: dataset {name!r} is damaged: expected {CHECKSUM} {expected}, found {found} over "
                 f"{values.nbytes} bytes. The segment goes to quarantine and its prompts are issued again."
             )
         return values

@@ -128,7 +128,7 @@ class FileSegmentStore:
     def _repeat(self, path: Path, samples: Sequence[Sample], header: SegmentHeader) -> SegmentSummary:
         """The segment that is there already, if it is this one (an earlier attempt failed after its rename)."""
         there = segment_info(path)
-        if there.header.run_id != header.run_id or there.crc32 != column_checksums(samples):
+        if there.header.run_id != header.run_id or there.checksums != column_checksums(samples):
             raise QueueError(
                 f"{path}: the name is taken by other samples. Names are used once; the incarnation "
                 f"{header.segment.incarnation!r} was started twice."

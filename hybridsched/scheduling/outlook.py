@@ -2,16 +2,17 @@
 at this or that queue length?
 
 Owns ``Outlook`` (the situation) and ``play_forward``. Where ``scheduling/forecast.py`` knows every sequence of one
-replica, this model knows only what the controller measures: replicas are *places* for samples, and a sample keeps its
-place for the seconds other samples were seen to need (``service_times``: completed ones, and those still in flight as
-lower limits, so that long samples are not forgotten because they are not done yet). Events are the completions of the
-samples of a few cycles; more than ``GRAIN`` samples a cycle are played in groups, so a decision costs the same at any
-size.
+replica, this model knows only what the controller measures: replicas are *places* for samples, and a sample needs the
+seconds of work other samples were seen to need (``service_times``: completed ones, and those still in flight as lower
+limits, so that long samples are not forgotten because they are not done yet). How fast work goes follows the load: all
+replicas share the samples evenly, and more samples on each make all of them slower (``LoadModel``). No more are started
+than there are places; those of a hybrid that leaves go on elsewhere at once. Events are the completions of the samples
+of a few cycles; more than ``GRAIN`` samples a cycle are played in groups, so a decision costs the same at any size.
 
 Invariants: pure and deterministic (durations are quantiles taken in golden-ratio order, nothing is drawn); samples are
 conserved; every loop ends because each turn completes a sample, trains a collection or ends.
 
-Not here: how a batch's speed follows its load (places are equally fast), tokens, weights, and which plan to choose.
+Not here: replicas of different speed, tokens, weights, and which plan to choose.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import bisect
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
+
+from hybridsched.scheduling.load import LoadModel
 
 #: Samples a cycle is played with at most; larger cycles are played in groups of samples.
 GRAIN = 64
@@ -38,7 +41,7 @@ class Outlook:
     window: int  #: in flight + queued + consumed since the sync stay below this
     queue: int
     served_s: tuple[float, ...]  #: of samples in flight: time spent on replicas
-    service_s: tuple[float, ...]  #: ascending: time a sample needs, each equally likely
+    service_s: tuple[float, ...]  #: ascending: time a sample needs at mean load, each equally likely
     places: int  #: of standalone replicas
     hybrid_places: int
     train_s: float  #: one collection
@@ -47,6 +50,8 @@ class Outlook:
     deactivate_s: float
     prompts_left: int | None = None
     lent: bool = False
+    load: LoadModel = field(default_factory=LoadModel)
+    per_replica: int = 1  #: places of one replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +91,27 @@ def service_times(completed: Sequence[float], running: Sequence[float], points: 
     return tuple(out)
 
 
-def play_forward(outlook: Outlook, target: int | None, cycles: int, places: int | None = None) -> Forecast:
+def play_forward(
+    outlook: Outlook, target: int | None, cycles: int, places: int | None = None, *, draws: int = 1
+) -> Forecast:
     """Play ``cycles`` sync cycles with lending until ``target`` samples are queued (None: no lending).
 
-    places: of the hybrids that are lent (None: all). The first cycle starts as the outlook says.
+    places: of the hybrids that are lent (None: all). The first cycle starts as the outlook says. draws: orders in which
+    durations are dealt out; the forecast is the mean over them, so that a plan does not win by its luck.
     """
-    return _Play(outlook, target, outlook.hybrid_places if places is None else places).run(cycles)
+    more = outlook.hybrid_places if places is None else places
+    played = [_Play(outlook, target, more, draw / draws).run(cycles) for draw in range(draws)]
+    first, cost, waited = (math.fsum(column) / draws for column in zip(*map(astuple, played), strict=True))
+    return Forecast(first, cost, waited)
 
 
 class _Play:
-    """The state while it is played. ``g`` samples count as one."""
+    """The state while it is played. ``g`` samples count as one; ``work`` is seconds of work at mean load so far."""
 
-    def __init__(self, outlook: Outlook, target: int | None, hybrid_places: int) -> None:
+    def __init__(self, outlook: Outlook, target: int | None, hybrid_places: int, luck: float) -> None:
         o = outlook
         g = self.g = max(1, math.ceil(o.collection * o.collections / GRAIN))
-        self.o = o
+        self.o, self.luck = o, luck
         self.need = max(1, round(o.collection / g))
         self.window = max(self.need * o.collections, round(o.window / g))
         self.target = None if target is None else target / g
@@ -108,21 +119,20 @@ class _Play:
         self.more = max(1, round(hybrid_places / g))
         self.left = math.inf if o.prompts_left is None else float(round(o.prompts_left / g))
         self.queue = round(o.queue / g)
-        self.t = self.waited = 0.0
+        self.t = self.waited = self.work = 0.0
         self.consumed = self.issued = 0
         self.lent = o.lent and target is not None
-        self.ends: list[float] = []  # heap, of running samples
-        self.parked: list[float] = []  # seconds still needed, taken first
-        self.parked = [self._remaining(age) for age in o.served_s[::g]]
         if self.lent:
             self.alone += self.more
+        self.ends: list[float] = [self._remaining(age) for age in o.served_s[::g]]  # heap, in work
+        heapq.heapify(self.ends)
         self._fill()
 
     def _quantile(self, low: float) -> float:
         """The next duration, of the share of samples above ``low``."""
         times = self.o.service_s
         self.issued += 1
-        u = (0.5 + self.issued * _GOLDEN) % 1.0
+        u = (0.5 + self.luck + self.issued * _GOLDEN) % 1.0
         return times[min(len(times) - 1, int((low + u * (1.0 - low)) * len(times)))]
 
     def _remaining(self, age: float) -> float:
@@ -132,31 +142,35 @@ class _Play:
             return _OVERDUE * times[-1]
         return max(0.0, self._quantile(below) - age)
 
+    def _slowness(self) -> float:
+        """Seconds per second of work with what runs now."""
+        if self.o.load.fixed_share >= 1.0 and self.o.load.max_load == math.inf:
+            return 1.0
+        return self.o.load.slowness(len(self.ends) * self.o.per_replica / max(1, self.alone))
+
     def _fill(self) -> None:
         while len(self.ends) < self.alone:
-            if self.parked:
-                need = self.parked.pop(0)
-            elif self.left > 0 and self.queue + self.consumed + len(self.ends) < self.window:
-                need = self._quantile(0.0)
-                self.left -= 1
-            else:
+            if self.left <= 0 or self.queue + self.consumed + len(self.ends) >= self.window:
                 return
-            heapq.heappush(self.ends, self.t + need)
+            self.left -= 1
+            heapq.heappush(self.ends, self.work + self._quantile(0.0))
+
+    def _next(self) -> float:
+        """When the next sample completes."""
+        return self.t + max(0.0, self.ends[0] - self.work) * self._slowness()
 
     def _complete_one(self) -> None:
-        self.t = max(self.t, heapq.heappop(self.ends))
+        self.t = self._next()
+        self.work = max(self.work, heapq.heappop(self.ends))
         self.queue += 1
         self._fill()
 
     def _until(self, t: float) -> None:
-        while self.ends and self.ends[0] <= t:
+        while self.ends and self._next() <= t:
             self._complete_one()
+        if self.ends:
+            self.work += max(0.0, t - self.t) / self._slowness()
         self.t = t
-
-    def _pause(self, seconds: float) -> None:
-        """Time in which nobody generates."""
-        self.t += seconds
-        self.ends = [end + seconds for end in self.ends]
 
     def _until_queued(self, wanted: float) -> None:
         while self.queue < wanted and self.ends:
@@ -169,23 +183,14 @@ class _Play:
             self._fill()
         assert self.target is not None
         self._until_queued(self.target)
-        places = self.alone - self.more
-        running = sorted(self.ends)
-        gone = len(running) * self.more // self.alone
-        away = set() if not gone else {int((i + 0.5) * len(running) / gone) for i in range(gone)}
-        # In no order of what they still need: first come, first served says nothing about it.
-        order = sorted(away, key=lambda i: (i * _GOLDEN) % 1.0)
-        self.parked += [running[i] - self.t for i in order]
-        self.ends = [end for i, end in enumerate(running) if i not in away]
-        self.alone, self.lent = places, False
-        self._fill()
+        self.alone, self.lent = self.alone - self.more, False
         self._until(self.t + self.o.deactivate_s)
 
     def run(self, cycles: int) -> Forecast:
         first = 0.0
         for _ in range(cycles):
             began_waiting = self.waited
-            lends = self.target is not None and (self.lent or self.left > 0 or bool(self.ends) or bool(self.parked))
+            lends = self.target is not None and (self.lent or self.left > 0 or bool(self.ends))
             if lends:
                 self._lend()
             for _collection in range(self.o.collections):
@@ -198,12 +203,12 @@ class _Play:
                 self.queue -= taken
                 self.consumed += taken
                 self._until(self.t + self.o.train_s * taken / self.need)
-            self._pause(self.o.sync_s)
+            self.t += self.o.sync_s  # nobody generates
             self.consumed = 0
             self._fill()
             first = first or self.t
             starved = lends or self.waited > began_waiting
-            if not (self.queue or self.ends or self.parked):
+            if not (self.queue or self.ends):
                 return Forecast(first, self.t, self.waited)
         return Forecast(first, self.t - (self._ahead() if starved else 0.0), self.waited)
 
@@ -211,6 +216,5 @@ class _Play:
         """What is queued or begun, in seconds of all places: generation that later cycles need not wait for."""
         times = self.o.service_s
         mean = math.fsum(times) / len(times)
-        begun = math.fsum(max(0.0, mean - (end - self.t)) for end in self.ends)
-        begun += math.fsum(max(0.0, mean - need) for need in self.parked)
+        begun = math.fsum(max(0.0, mean - (end - self.work)) for end in self.ends)
         return (self.queue * mean + begun) / (self.alone + (self.more if self.target is not None else 0))

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from hybridsched.errors import ConfigError
+from hybridsched.scheduling.load import LoadModel
 from hybridsched.scheduling.policy_state import decode_like, encode, is_plain
 
 P = TypeVar("P", bound="type[DynamicSchedulePolicyBase]")
@@ -69,6 +70,7 @@ class DynamicScheduleContext:
     served_s: list[float] = field(default_factory=list)  #: ... of those in flight, so far
     train_s: list[float] = field(default_factory=list)  #: training time of the last collections, without any waiting
     sync_s: float = 0.0  #: duration of the last weight sync
+    load: LoadModel = field(default_factory=LoadModel)  #: how time on a replica goes with what else it works on
 
     step_required_samples: int = field(init=False)  #: S = R x K, derived
 

@@ -94,7 +94,7 @@ class MemoryDisk:
         """Bytes left (2**63 - 1 without a capacity)."""
         return 2**63 - 1 if math.isinf(self.capacity) else max(0, int(self.capacity) - self.used)
 
-    def damage(self, segment: SegmentId, reason: str = "crc32 of tokens/id does not match") -> None:
+    def damage(self, segment: SegmentId, reason: str = "xxh3_64 of tokens/id does not match") -> None:
         """From now on reading the segment raises SegmentDamaged."""
         self._stored(segment).damage = reason
 

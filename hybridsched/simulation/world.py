@@ -59,7 +59,7 @@ class SimulatedWorker:
         self._deliver = deliver
         self._dead = asyncio.Event()
         self._exit = WorkerExit("ended", True)
-        self.endpoint = Endpoint(spec.worker, self._out)
+        self.endpoint = Endpoint(spec.worker, self._out, incarnation)
         self.worker: RolloutWorker | TrainerWorker = world.build_worker(spec, incarnation, self.endpoint)
         self.endpoint.on(m.Shutdown, self._shutdown)
         self._task = asyncio.ensure_future(self.worker.run())

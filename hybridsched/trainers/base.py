@@ -97,7 +97,15 @@ class Trainer(ABC):
 
     @abstractmethod
     def iter_weights(self) -> Iterator[tuple[str, Any]]:
-        """Full tensors in the order of weight_specs. Collective where parameters are sharded."""
+        """Full tensors in the order of weight_specs. Collective where parameters are sharded.
+
+        An iterator that is given up is closed (``close()``, where it has one): it then still does its part of the rest.
+        """
+
+    def join_gather(self) -> None:
+        """Do what this rank has to do while other ranks iterate over the weights. Collective where sharded."""
+        for _ in self.iter_weights():
+            pass
 
     @abstractmethod
     def logprobs(self, sequences: Sequence[tuple[TokenArray, TokenArray]], temperature: float) -> list[Any]:

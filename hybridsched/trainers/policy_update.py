@@ -83,7 +83,7 @@ def accumulate_gradients(
     logprobs: list[npt.NDArray[np.floating]] = [np.zeros(0, np.float32)] * len(trajectories)
     totals: list[Tensor] = []
     seen: list[tuple[list[int], Tensor]] = []
-    for group in _groups(trajectories, settings.max_tokens):
+    for group in active_micro_batches(trajectories, settings.max_tokens):
         members = [trajectories[index] for index in group]
         sums, logp = _micro_batch(model, members, size, settings, device)
         sums[0].backward()
@@ -99,7 +99,7 @@ def accumulate_gradients(
     return GradientPass(torch.stack(totals).double().sum(dim=0).cpu().numpy(), logprobs)
 
 
-def _groups(trajectories: Sequence[Trajectory], max_tokens: int) -> list[list[int]]:
+def active_micro_batches(trajectories: Sequence[Trajectory], max_tokens: int) -> list[list[int]]:
     """Micro-batches of the trajectories that have actions at all."""
     active = [index for index, trajectory in enumerate(trajectories) if trajectory.n_actions]
     lengths = [int(trajectories[index].tokens.shape[0]) - 1 for index in active]
@@ -116,13 +116,23 @@ def _micro_batch(
     """(sums [len(SUMS)], the first with gradient; log-probs [A] without) of one micro-batch."""
     rows = pad_rows([(t.tokens, t.actions) for t in members], device)
     logp, entropy = action_logprobs(model, rows, settings.temperature, entropy_gradient=settings.entropy_coeff != 0)
+    return loss_sums(logp, entropy, members, size, settings), logp.detach()
+
+
+def loss_sums(
+    logp: Tensor, entropy: Tensor, members: Sequence[Trajectory], size: MiniBatchSize, settings: LossSettings
+) -> Tensor:
+    """The loss of one micro-batch and what is said about it: [len(SUMS)], the first with gradient.
+
+    logp (with gradient), entropy: [A] over the actions of ``members``, in order. ``size`` is that of all ranks.
+    """
 
     def flat(parts: Sequence[npt.NDArray[np.float32]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=logp.dtype)
+        return torch.from_numpy(np.concatenate(parts)).to(device=logp.device, dtype=logp.dtype)
 
     counts = [t.n_actions for t in members]
     per_action = np.repeat(np.array(sequence_weights(counts, settings.agg_mode, size), np.float64), counts)
-    weights = torch.from_numpy(per_action).to(device=device, dtype=logp.dtype)
+    weights = torch.from_numpy(per_action).to(device=logp.device, dtype=logp.dtype)
     terms = clipped_surrogate(
         logp, flat([t.old_logprobs for t in members]), flat([t.advantages for t in members]), settings.clip
     )
@@ -136,7 +146,7 @@ def _micro_batch(
         loss = loss + settings.kl_coef * kl_loss
     plain = [entropy.sum(), -terms.log_ratio.sum(), terms.clipped.sum(), terms.clipped_lower.sum()]
     actions = torch.full_like(pg_loss, float(sum(counts)))
-    return torch.stack([loss, pg_loss, kl_loss, *(p.to(logp.dtype) for p in plain), actions]), logp.detach()
+    return torch.stack([loss, pg_loss, kl_loss, *(p.to(logp.dtype) for p in plain), actions])
 
 
 def compute_logprobs(

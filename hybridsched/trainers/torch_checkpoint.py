@@ -31,7 +31,7 @@ def write_shared(folder: Path, model: CausalLM, state: dict[str, Any], tokenizer
         hf_folder.save_hf(model, folder / MODEL, extra_files_from=tokenizer_from)
     except OSError as error:
         raise _unwritable(folder / MODEL, error) from error
-    _write(folder / STATE, {"format": FORMAT, **state})
+    write_state(folder / STATE, {"format": FORMAT, **state})
 
 
 def write_rng(folder: Path, rank: int, device: torch.device) -> None:
@@ -39,12 +39,12 @@ def write_rng(folder: Path, rank: int, device: torch.device) -> None:
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    _write(folder / f"rng_rank{rank}.pt", state)
+    write_state(folder / f"rng_rank{rank}.pt", state)
 
 
 def read_shared(folder: Path, model: CausalLM) -> dict[str, Any]:
     """Fill the model's parameters and return the state. Raises RunFolderError when the checkpoint is not usable."""
-    state = _read(folder / STATE)
+    state = read_state(folder / STATE)
     if state.get("format") != FORMAT:
         raise RunFolderError(
             f"{folder / STATE}: format {state.get('format')!r}, this version of hybridsched reads {FORMAT}; "
@@ -65,14 +65,14 @@ def read_rng(folder: Path, rank: int, device: torch.device, log: Callable[[str],
     if not path.exists():
         log(f"{path} does not exist (the checkpoint is of fewer trainer ranks): rank {rank} keeps its fresh seed")
         return
-    state = _read(path)
+    state = read_state(path)
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
-    """torch.save, on disk when it returns."""
+def write_state(path: Path, value: dict[str, Any]) -> None:
+    """torch.save, on disk when it returns. Raises FaultError when it cannot be written."""
     try:
         with path.open("wb") as file:
             torch.save(value, file)
@@ -87,7 +87,8 @@ def _write(path: Path, value: dict[str, Any]) -> None:
         raise _unwritable(path, error) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
+    """What write_state wrote. Raises RunFolderError when it cannot be read."""
     try:
         value: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -49,6 +49,11 @@ class Collectives:
         self._device = device
         self._joined = False
 
+    @property
+    def backend(self) -> str:
+        """torch's name of the transport."""
+        return "nccl" if self._device.type == "cuda" else "gloo"
+
     def join(self, group: TrainerGroup, rendezvous: Rendezvous | None, interface: str | None) -> None:
         """Meet the other ranks. ``interface``: network interface for gloo, None for the system's choice."""
         if self.world_size == 1:
@@ -56,15 +61,14 @@ class Collectives:
         if dist.is_initialized():
             raise InternalError("this process is already in a trainer group; shut that trainer down first")
         timeout = timedelta(seconds=group.timeout_s)
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        with self._explained(f"joining at {group.rendezvous}"), _gloo_interface(interface):
+        with self._explained(f"joining at {group.rendezvous}"), gloo_interface(interface):
             if rendezvous is not None:
                 store = rendezvous.store
             else:
                 host, _, port = group.rendezvous.rpartition(":")
                 store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
             dist.init_process_group(
-                backend,
+                self.backend,
                 store=dist.PrefixStore("trainer", store),
                 rank=self.rank,
                 world_size=self.world_size,
@@ -108,7 +112,7 @@ class Collectives:
     def agree(self, problem: str | None) -> None:
         """Raise FaultError on every rank when any rank has a problem, so that none waits for one that gave up."""
         problems = [problem] if problem else []
-        if self.world_size > 1 and self.sum_array(np.array([float(len(problems))]))[0] > 0:
+        if self.world_size > 1 and self.max_array(np.array([float(len(problems))]))[0] > 0:
             gathered: list[str | None] = [None] * self.world_size
             with self._explained("gathering problems"):
                 dist.all_gather_object(gathered, problem)
@@ -155,7 +159,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _gloo_interface(interface: str | None) -> Iterator[None]:
+def gloo_interface(interface: str | None) -> Iterator[None]:
     """gloo reads its interface from the environment when the group is made; other groups must not inherit ours."""
     name = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(name)

@@ -1,5 +1,9 @@
 """Deterministic simulation: short virtual runs with faults drawn from a seed, and the invariants of every one of them.
 
+Processes die, hang and slow down, disks fill, segments rot, and the network repeats messages, delays announcements and
+loses them. Losing anything else is more than MPI does: a run with such a loss may end with an error, within its
+deadlines, and the next start has to go on where it was.
+
 python tests/fast/misfortune.py 0 5000      # seeds 0..4999; a failing seed prints the command that replays it
 python tests/fast/misfortune.py 17          # one seed, with its event log
 """
@@ -9,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sim_tools import config, verdicts
 
-from hybridsched.errors import WorkerDied
+from hybridsched.errors import FaultError, WorkerDied
 from hybridsched.model import Tenant
+from hybridsched.runtime import messages as m
 from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.scheduling.lifecycle import ReplicaState
 from hybridsched.simulation.clock import run_virtual
@@ -64,6 +69,41 @@ def deeds(draw: random.Random) -> list[Deed]:
     kinds = ["kill", "kill", "kill", "hang", "full", "slow", "damage"]
     made = [Deed(draw.uniform(4.0, 400.0), draw.choice(kinds), draw.random()) for _ in range(draw.randint(1, 8))]
     return sorted(made, key=lambda deed: deed.at)
+
+
+#: Share lost at most of messages whose loss a run survives by itself: of announcements (the disk is listed) half, of
+#: beats fewer (the next one comes; a node that is silent for long is taken for lost, rightly).
+SPARE = {m.SegmentSealed: 1.0, m.Beat: 1.0, m.AgentBeat: 0.1}
+
+
+class Weather:
+    """What the network does to messages, drawn from the seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(f"weather {seed}")
+        self.repeated = self._draw.choice([0.0, 0.0, 0.02, 0.2])
+        self.late = self._draw.choice([0.0, 0.0, 0.3])
+        self.lost = self._draw.choice([0.0, 0.0, 0.1, 0.5])
+        #: The so many-th message that is not spare is lost, whatever it is.
+        self.loses = self._draw.randint(1, 1500) if self._draw.random() < 0.25 else 0
+        self.took = ""
+
+    def __call__(self, src: int, dst: int, envelope: m.Envelope) -> Sequence[float]:
+        """Delays of the copies that arrive."""
+        spare = SPARE.get(type(envelope.body))
+        if spare is not None and self._draw.random() < spare * self.lost:
+            return ()
+        if spare is None and self.loses:
+            self.loses -= 1
+            if not self.loses:
+                self.took = f"{type(envelope.body).__name__} from {envelope.src} to {envelope.dst}"
+                return ()
+        copies = [0.0]
+        if isinstance(envelope.body, m.SegmentSealed) and self._draw.random() < self.late:
+            copies = [self._draw.uniform(0.0, 200.0)]
+        if self._draw.random() < self.repeated:
+            copies.append(copies[0] + self._draw.choice([0.0, 0.0, self._draw.uniform(0.0, 30.0)]))
+        return copies
 
 
 def do(run: SimulatedRun, deed: Deed) -> None:
@@ -116,8 +156,8 @@ def audit(run: SimulatedRun) -> None:
 def play(seed: int) -> tuple[SimulatedRun, str]:
     """One run; returns it and how it ended. Raises what must not happen."""
     draw = random.Random(seed)
-    run = SimulatedRun(config(*overrides(draw)), validation_prompts=5, on_step=audit)
-    plan = deeds(draw)
+    settings, plan, weather = config(*overrides(draw)), deeds(draw), Weather(seed)
+    run = SimulatedRun(settings, validation_prompts=5, on_step=audit, network_faults=weather)
     watch(run)
 
     async def main() -> RunSummary:
@@ -135,13 +175,17 @@ def play(seed: int) -> tuple[SimulatedRun, str]:
 
     try:
         summary = run_virtual(main(), limit_s=LIMIT_S)
-    except WorkerDied as error:
-        # A trainer that dies before checkpoint 0 ends the attempt; the launch loop starts it again.
-        assert run.parts is not None and not run.checkpoints.complete(), error
-        return run, f"before the first checkpoint: {error}"
+    except FaultError as error:
+        if not weather.took:
+            # A trainer that dies before checkpoint 0 ends the attempt; the launch loop starts it again.
+            assert isinstance(error, WorkerDied) and not run.checkpoints.complete(), error
+            return run, f"before the first checkpoint: {error}"
+        run = SimulatedRun(settings, disk=run.disk, checkpoints=run.checkpoints, start=1, on_step=audit)
+        summary = run.run(limit_s=LIMIT_S, resume=True)
     counts = verdicts(run)
     assert sum(counts.values()) == SAMPLES, counts
-    return run, f"{summary.cycles} cycles, version {summary.version}, {dict(counts)}"
+    lost = f", {weather.took} was lost" if weather.took else ""
+    return run, f"{summary.cycles} cycles, version {summary.version}, {dict(counts)}{lost}"
 
 
 def main(arguments: list[str]) -> int:

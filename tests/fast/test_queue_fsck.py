@@ -81,7 +81,7 @@ def test_a_bit_flip_is_a_problem(run: Run) -> None:
     run.path(1).write_bytes(data)
     problem = run.only_problem()
     assert "segment node0.0/7.0.123-00000001" in problem
-    assert "dataset 'tokens/id' is damaged: expected crc32" in problem
+    assert "dataset 'tokens/id' is damaged: expected xxh3_64" in problem
 
 
 def test_a_truncated_segment_is_a_problem(run: Run) -> None:
@@ -111,10 +111,10 @@ def test_a_collected_segment_whose_samples_have_verdicts_is_fine(run: Run) -> No
 
 
 def test_an_accepted_segment_in_quarantine_is_a_problem_and_told(run: Run) -> None:
-    run.store.quarantine(segment_id(1), "crc of tokens/id")
+    run.store.quarantine(segment_id(1), "checksum of tokens/id")
     report = run.check()
     assert "segment node0.0/7.0.123-00000001 is quarantined" in report.problems[0]
-    assert report.notes == ["quarantined node0.0/7.0.123-00000001: crc of tokens/id"]
+    assert report.notes == ["quarantined node0.0/7.0.123-00000001: checksum of tokens/id"]
 
 
 def test_an_accept_entry_of_another_row_or_sample_is_a_problem(run: Run) -> None:

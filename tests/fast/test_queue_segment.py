@@ -65,7 +65,7 @@ def test_info_equals_what_the_writer_announced(folder: Path, content: list[Sampl
     written = write_segment(path, content, HEADER, durable=False)
     assert repr(written) == repr(segment_info(path)) == repr(verify_segment(path))  # repr: NaN equals NaN
     assert path.stat().st_size == written.n_bytes
-    assert column_checksums(content) == written.crc32
+    assert column_checksums(content) == written.checksums
     for sample, row in zip(content, written.rows, strict=True):
         assert (sample.sample_uid, sample.prompt_uid, sample.n_tokens) == (row.sample_uid, row.prompt_uid, row.n_tokens)
         assert (sample.oldest_version() or WeightVersion(-1, -1)) == row.oldest
@@ -145,7 +145,7 @@ def test_plain_h5py_and_pandas_read_a_segment(tmp_path: Path) -> None:
     path = write(tmp_path / "s.h5", make_samples(range(3), n=2, length=4))
     with h5py.File(path) as file:
         assert file.attrs["schema"] == b"hybridsched.samples"
-        assert tuple(file.attrs[k] for k in ("schema_version", "n_samples", "n_responses", "n_tokens")) == (1, 3, 6, 24)
+        assert tuple(file.attrs[k] for k in ("schema_version", "n_samples", "n_responses", "n_tokens")) == (2, 3, 6, 24)
         assert (file.attrs["created_unix_ns"], file.attrs["sealed_unix_ns"]) == (1_000, 2_000)
         assert [0, 1] == file.attrs["version_min"].tolist() == file.attrs["version_max"].tolist()
         frame = pd.DataFrame({name: column[:] for name, column in file["responses"].items()})
@@ -154,7 +154,7 @@ def test_plain_h5py_and_pandas_read_a_segment(tmp_path: Path) -> None:
         assert file["tokens/id"][8:12].tolist() == [1000, 1001, 1002, 1003]
         for column in COLUMNS:
             dataset = file[column.name]
-            assert {"crc32", "units", "description"} == set(dataset.attrs)
+            assert {"xxh3_64", "units", "description"} == set(dataset.attrs)
             assert (dataset.chunks, dataset.compression) == (None, None)
 
 
@@ -179,11 +179,11 @@ def test_columns_a_later_writer_added_are_ignored(tmp_path: Path) -> None:
     assert [plain(s) for s in content] == [plain(s) for s in read_segment(path)]
 
 
-def test_a_newer_format_is_refused_naming_both_versions(tmp_path: Path) -> None:
+def test_another_format_version_is_refused_naming_both_versions(tmp_path: Path) -> None:
     path = write(tmp_path / "s.h5", make_samples(range(1)))
     with h5py.File(path, "r+") as file:
         file.attrs.modify("schema_version", 7)
-    with pytest.raises(QueueError, match=r"s\.h5: format version 7 \(written by hybridsched .*reads up to 1") as error:
+    with pytest.raises(QueueError, match=r"s\.h5: format version 7, written by hybridsched .*reads version 2") as error:
         read_segment(path)
     assert not isinstance(error.value, SegmentDamaged)
 
@@ -253,7 +253,7 @@ def test_every_flip_in_every_column_is_noticed_and_names_the_dataset(
             damaged = bytearray(data)
             damaged[offset + at] ^= 0x10
             path.write_bytes(damaged)
-            with pytest.raises(SegmentDamaged, match=f"dataset '{name}' is damaged: expected crc32 .* found"):
+            with pytest.raises(SegmentDamaged, match=f"dataset '{name}' is damaged: expected xxh3_64 .* found"):
                 verify_segment(path)
 
 

@@ -61,6 +61,18 @@ def test_the_text_says_that_it_is_emulated_and_the_log_can_be_reported(
     assert 2 == json.loads(capsys.readouterr().out)["cycles"]
 
 
+def test_plot_draws_curves_and_resources(real_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "pictures"
+    assert 0 == main(["simulate", str(real_yaml), *SMALL, "--cycles", "2", "--plot", str(out)])
+    drawn = {path.stem: path.read_bytes()[:8] for path in out.iterdir()}
+    assert {"resources", "resources_last_cycles", "queue", "step_time", "utilizations", "decisions"} <= set(drawn)
+    assert {b"\x89PNG\r\n\x1a\n"} == set(drawn.values())
+    assert str(out / "queue.png") in capsys.readouterr().out
+    (tmp_path / "file").write_text("in the way")
+    assert 2 == main(["simulate", str(real_yaml), *SMALL, "--cycles", "2", "--plot", str(tmp_path / "file")])
+    assert "pictures cannot be written" in capsys.readouterr().err
+
+
 def test_reported_figures_are_those_of_the_simulation(real_yaml: Path, tmp_path: Path) -> None:
     from hybridsched.report.summary import summarize
 

@@ -702,6 +702,26 @@ def test_steps_out_of_order_are_refused(folder: Path) -> None:
     play(folder, act)
 
 
+def test_tensors_written_to_their_places_count_as_arrived(folder: Path) -> None:
+    model = seeded_init(CONFIG, 77, std=0.4)
+
+    async def act(engine: TorchEngine) -> list[np.ndarray]:
+        assert engine.destination("model.norm.weight") is None, "no update runs"
+        await engine.pause("abort")
+        await engine.begin_update(weight_specs(model))
+        for name, tensor in named_weights(model):
+            place = engine.destination(name)
+            assert place is not None
+            with torch.inference_mode():
+                place.copy_(tensor)
+        await engine.finish_update(V1)
+        return await engine.logprobs([(prompt(), prompt(1))], 1.0)
+
+    (got,) = play(folder, act)
+    response = Response(prompt(1), got, (), FinishReason.STOP)
+    np.testing.assert_allclose(got, forced(model, request(), response, 1.0), rtol=0, atol=1e-4)
+
+
 def test_the_caller_may_reuse_the_memory_of_a_bucket(folder: Path) -> None:
     model = seeded_init(CONFIG, 77, std=0.4)
 

@@ -6,6 +6,7 @@ Sender and receivers share one event loop; their transfers run in threads, as in
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -282,6 +283,27 @@ def test_weights_travel_in_the_engines_dtype(tmp_path: Path) -> None:
             assert isinstance(results[1], m.SyncDone)
             assert results[1].n_bytes < 0.6 * full
             assert await w.difference("standalone.0") < 0.2
+
+    run(main)
+
+
+def test_large_tensors_are_received_where_they_belong_and_only_the_others_are_loaded(tmp_path: Path) -> None:
+    loaded: set[str] = set()
+
+    class Noting(StuckEngine):
+        async def load_bucket(self, tensors: Mapping[str, Any]) -> None:
+            loaded.update(tensors)
+            await super().load_bucket(tensors)
+
+    async def main() -> None:
+        async with world(tmp_path, "standalone.0") as w:
+            w.engines["standalone.0"].__class__ = Noting
+            await w.sync(V1)
+            large = {s.name for s in w.trainer.weight_specs() if 4 * math.prod(s.shape) >= w.settings.bucket_bytes // 2}
+            assert large
+            assert loaded
+            assert not large & loaded
+            assert await w.difference("standalone.0") < 1e-5
 
     run(main)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hybridsched.config.derived import derive
 from hybridsched.config.schema import RunConfig
 from hybridsched.engines.emulated import EmulatedEngine
 from hybridsched.engines.emulated_draws import draw_rewards
+from hybridsched.engines.torch_engine import TorchEngine
 from hybridsched.errors import ConfigError, RunFolderError
 from hybridsched.model import FinishReason, Response, SamplingParams
 from hybridsched.runtime import messages as m
@@ -178,10 +180,27 @@ def test_a_torch_trainer_joins_and_tells_its_weights(tmp_path: Path) -> None:
     assert "model.embed_tokens.weight" in [spec.name for spec in address.specs]
 
 
-def test_what_is_not_available_is_refused_with_its_key(tmp_path: Path) -> None:
-    config = RunConfig.model_validate({"actor_rollout_ref": {"rollout": {"name": "vllm"}}})
-    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout\.name: vllm is not available yet"):
-        build(SPECS["hybrid"], config, tmp_path)
+def test_a_trainer_that_is_not_installed_is_refused_with_key_and_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "hybridsched.trainers.megatron_trainer", None)  # importing it fails
+    config = run_config(write_model(tmp_path / "model"), {"strategy": "megatron"})
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.actor\.strategy: megatron .*hybridsched\[megatron\]"):
+        build(SPECS["trainer"], config, tmp_path)
+
+
+def test_engine_and_trainer_are_chosen_independently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+
+    class Stub:
+        def __init__(self, _config: RunConfig, **options: Any) -> None:
+            made.update(options)
+
+    monkeypatch.setitem(sys.modules, "hybridsched.trainers.megatron_trainer", SimpleNamespace(MegatronTrainer=Stub))
+    config = run_config(write_model(tmp_path / "model"), {"strategy": "megatron"})
+    trainer, replica = build(SPECS["trainer"], config, tmp_path), build(SPECS["hybrid"], config, tmp_path)
+    assert (type(trainer._trainer), type(replica._engine)) == (Stub, TorchEngine)
+    assert (made["device"], made["scratch"].is_dir()) == ("cpu", True)
 
 
 def test_the_folder_of_another_run_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -115,6 +115,11 @@ class GroupSender:
         return self._address
 
     def _send(self, order: m.SendWeights, cut: Cut) -> m.SyncDone:
+        # The other ranks of a sharded trainer gather with this one from now on: whatever fails, the walk is finished.
+        with _walk(self._trainer) as weights:
+            return self._send_to_group(order, cut, weights)
+
+    def _send_to_group(self, order: m.SendWeights, cut: Cut, weights: Iterator[tuple[str, Any]]) -> m.SyncDone:
         address = self._address
         if address is None or order.members != self._members:
             raise WeightSyncError(f"{self._name}: attempt {order.attempt} was not opened for {order.members}")
@@ -129,7 +134,7 @@ class GroupSender:
                 report = send_weights(
                     group,
                     address.specs,
-                    self._tensors(),
+                    self._on_the_wire(weights),
                     version=order.version,
                     bucket_bytes=self._settings.bucket_bytes,
                     bucket_timeout_s=self._settings.bucket_s,
@@ -144,6 +149,7 @@ class GroupSender:
     def _write(self, order: m.WriteHandover, cut: Cut) -> m.SyncDone:
         settings = self._settings
         with (
+            _walk(self._trainer) as weights,
             HandoverWriter(
                 settings.run_id, order.name, folder=settings.handover_folder, scratch=settings.scratch
             ) as writer,
@@ -152,7 +158,7 @@ class GroupSender:
         ):
             report = writer.send(
                 self._specs(),
-                self._tensors(),
+                self._on_the_wire(weights),
                 readers=order.readers,
                 version=order.version,
                 bucket_bytes=settings.bucket_bytes,
@@ -170,9 +176,9 @@ class GroupSender:
         wire = self._settings.wire_dtype
         return [replace(s, dtype=wire) if s.dtype in _FLOATING else s for s in self._trainer.weight_specs()]
 
-    def _tensors(self) -> Iterator[tuple[str, Any]]:
+    def _on_the_wire(self, weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         dtype = torch_dtype(self._settings.wire_dtype)
-        for name, tensor in self._trainer.iter_weights():
+        for name, tensor in weights:
             yield name, tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
 
     def _forget(self) -> None:
@@ -180,6 +186,18 @@ class GroupSender:
         self._address = None
         if group is not None:
             group.close()
+
+
+@contextmanager
+def _walk(trainer: Trainer) -> Iterator[Iterator[tuple[str, Any]]]:
+    """The trainer's weights, given up properly when the block ends early."""
+    weights = trainer.iter_weights()
+    try:
+        yield weights
+    finally:
+        close = getattr(weights, "close", None)
+        if close is not None:
+            close()
 
 
 class GroupReceiver:
@@ -252,6 +270,7 @@ class GroupReceiver:
                     bucket_bytes=settings.bucket_bytes,
                     bucket_timeout_s=settings.bucket_s,
                     load=partial(self._load, cut, loop),
+                    into=self._engine.destination,
                     on_progress=dog.progress,
                 )
         except BaseException:

@@ -1,16 +1,18 @@
 """Agents of one process talk through memory: simulation and tests. Latency is virtual, order per pair is kept.
 
-`faults` may drop or repeat envelopes (deterministic simulation tests); by default every envelope arrives once.
+`faults` may drop, repeat or delay envelopes (deterministic simulation tests); by default every envelope arrives once.
+A delayed one is overtaken by later ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hybridsched.runtime.messages import Envelope
 
-Faults = Callable[[int, int, Envelope], int]  #: (from rank, to rank, envelope) -> how often it arrives
+#: (from rank, to rank, envelope) -> how often it arrives, or after which seconds more than the latency (one a copy).
+Faults = Callable[[int, int, Envelope], int | Sequence[float]]
 
 
 class MemoryNetwork:
@@ -31,8 +33,8 @@ class MemoryNetwork:
         """Deliver after the latency; kept until the other end runs."""
         copies = 1 if self._faults is None else self._faults(src, dst, envelope)
         loop = asyncio.get_running_loop()
-        for _ in range(copies):
-            loop.call_later(self.latency_s, self._arrive, dst, envelope)
+        for late_s in (0.0,) * copies if isinstance(copies, int) else copies:
+            loop.call_later(self.latency_s + late_s, self._arrive, dst, envelope)
 
     def attach(self, rank: int, deliver: Callable[[Envelope], None]) -> None:
         """The agent of ``rank`` listens now."""

@@ -1,8 +1,8 @@
 """Builds the worker of a `WorkerSpec`: engine or trainer, queue, scorer and weight transport around the worker classes.
 
 Owns the wiring, in two forms: `build_worker` inside a worker process, and `build_emulated_worker`, which needs no
-process, file or torch and so also builds the workers of a simulation. Does not: start engines (the controller orders
-that), run anything, or read configuration files.
+process, file or torch and so also builds the workers of a simulation. Which real engine or trainer it is, `parts`
+knows. Does not: start engines (the controller orders that), run anything, or read configuration files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from hybridsched.config.schema import RunConfig
 from hybridsched.engines.base import GenerationEngine
 from hybridsched.engines.emulated import EmulatedEngine
 from hybridsched.engines.emulated_draws import draw_rewards
-from hybridsched.errors import ConfigError
 from hybridsched.model import Response
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.adapters.emulated_transport import EmulatedReceiver, EmulatedSender
@@ -27,7 +26,7 @@ from hybridsched.runtime.adapters.transfer import TransportSettings
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
 from hybridsched.runtime.plan import WorkerSpec
-from hybridsched.runtime.workers import settings
+from hybridsched.runtime.workers import parts, settings
 from hybridsched.runtime.workers.rollout import RolloutWorker, Scorer, WeightReceiver
 from hybridsched.runtime.workers.trainer import TrainerWorker
 from hybridsched.sample_queue.base import SegmentStore
@@ -64,20 +63,15 @@ def build_worker(
     """The worker of this process. Nothing is loaded yet.
 
     offload must be able to run two calls at once (a segment is sealed while weights arrive). Raises ConfigError for an
-    engine or trainer that is not available, RunFolderError for the folder of another run.
+    engine or trainer that is not installed, RunFolderError for the folder of another run.
     """
-    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
-    name = actor.strategy if spec.kind == "trainer" else rollout.name
-    if name not in ("torch", "emulated"):
-        key = "actor_rollout_ref.actor.strategy" if spec.kind == "trainer" else "actor_rollout_ref.rollout.name"
-        raise ConfigError(f"{key}: {name} is not available yet; use torch or emulated")
     from hybridsched.sample_queue.store import FileSegmentStore  # HDF5; simulations never pay for it
 
     store = FileSegmentStore(Path(context.run_folder), context.run_id, config.queue.durability)
     if spec.kind != "trainer":
         store.clean_tmp(spec.worker)
     derived = derive(config)
-    if name == "emulated":
+    if config.actor_rollout_ref.rollout.name == "emulated":  # both sides are (config.checks)
         return build_emulated_worker(
             spec,
             config,
@@ -90,10 +84,40 @@ def build_worker(
             beat_s=beat_s,
             rss_bytes=rss_bytes,
         )
-    return _torch_worker(spec, config, derived, context, endpoint, clock, offload, store, beat_s)
+    if spec.kind == "trainer":
+        return _trainer_worker(spec, config, context, endpoint, clock, offload, store, beat_s)
+    return _replica_worker(spec, config, derived, context, endpoint, clock, offload, store, beat_s)
 
 
-def _torch_worker(
+def _trainer_worker(
+    spec: WorkerSpec,
+    config: RunConfig,
+    context: WorkerContext,
+    endpoint: Endpoint,
+    clock: Clock,
+    offload: Offload,
+    store: SegmentStore,
+    beat_s: float,
+) -> TrainerWorker:
+    from hybridsched.runtime.adapters.weight_transport import GroupSender
+
+    device = parts.device_of(config)
+    transport = _transport(config, context, device)
+    trainer = parts.make_trainer(config, device, transport.scratch)
+    return TrainerWorker(
+        spec.worker,
+        endpoint,
+        trainer,
+        store,
+        GroupSender(spec.worker, trainer, offload, transport),
+        clock,
+        offload,
+        rss_bytes,
+        settings.trainer_settings(config, spec, beat_s=beat_s),
+    )
+
+
+def _replica_worker(
     spec: WorkerSpec,
     config: RunConfig,
     derived: Derived,
@@ -103,51 +127,11 @@ def _torch_worker(
     offload: Offload,
     store: SegmentStore,
     beat_s: float,
-) -> RolloutWorker | TrainerWorker:
-    import torch  # takes seconds; emulated runs and simulations never pay for it
+) -> RolloutWorker:
+    from hybridsched.runtime.adapters.weight_transport import GroupReceiver
 
-    from hybridsched.runtime.adapters.weight_transport import GroupReceiver, GroupSender
-
-    device = config.trainer.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(config.local.threads_per_worker)
-    scratch = Path(tempfile.gettempdir())
-    transport = TransportSettings.of(
-        config,
-        run_id=context.run_id,
-        secret=context.secret,
-        device=device,
-        hostname=socket.gethostname(),
-        scratch=scratch,
-    )
-    if spec.kind == "trainer":
-        from hybridsched.trainers.torch_trainer import TorchTrainer
-
-        trainer = TorchTrainer(config, device=device, scratch=scratch)
-        return TrainerWorker(
-            spec.worker,
-            endpoint,
-            trainer,
-            store,
-            GroupSender(spec.worker, trainer, offload, transport),
-            clock,
-            offload,
-            rss_bytes,
-            settings.trainer_settings(config, spec, beat_s=beat_s),
-        )
-    from hybridsched.data.tokenizer import stop_token_ids
-    from hybridsched.engines.torch_engine import TorchEngine
-
-    model = config.actor_rollout_ref.model.path
-    if model is None:
-        raise ConfigError("actor_rollout_ref.model.path is null; the torch engine needs a Hugging Face folder")
-    engine = TorchEngine(
-        model,
-        device=device,
-        stop_token_ids=stop_token_ids(model),
-        **settings.torch_engine_options(config, derived),
-    )
+    device = parts.device_of(config)
+    engine = parts.make_engine(config, derived, spec, device)
     return _rollout_worker(
         spec,
         config,
@@ -155,13 +139,24 @@ def _torch_worker(
         endpoint,
         engine,
         agent_scorer(config, endpoint, settings.agent_of(spec)),
-        GroupReceiver(spec.worker, engine, offload, transport),
+        GroupReceiver(spec.worker, engine, offload, _transport(config, context, device)),
         store,
         context.incarnation,
         clock,
         offload,
         rss_bytes,
         beat_s,
+    )
+
+
+def _transport(config: RunConfig, context: WorkerContext, device: str) -> TransportSettings:
+    return TransportSettings.of(
+        config,
+        run_id=context.run_id,
+        secret=context.secret,
+        device=device,
+        hostname=socket.gethostname(),
+        scratch=Path(tempfile.gettempdir()),
     )
 
 

@@ -112,7 +112,8 @@ class Process:
 
         spec = msgspec.convert(self._welcome.spec, WorkerSpec)
         context = msgspec.convert(self._welcome.context, RunContext)
-        endpoint = Endpoint(spec.worker, lambda envelope: self._channel.send(encode(envelope)))
+        post = lambda envelope: self._channel.send(encode(envelope))  # noqa: E731
+        endpoint = Endpoint(spec.worker, post, context.incarnation)
         endpoint.on_error = self._on_error
         endpoint.on(m.Shutdown, lambda _order, _src: self._leave.set())
         build: Callable[..., Worker]

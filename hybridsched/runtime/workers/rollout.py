@@ -23,6 +23,7 @@ from hybridsched.runtime import messages as m
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
 from hybridsched.runtime.plan import CONTROLLER
+from hybridsched.runtime.workers.meter import DecodeMeter
 from hybridsched.runtime.workers.sealing import Sealer, Writer
 
 Scorer = Callable[[m.Lease, Sequence[Response]], Awaitable[list[tuple[float | None, str | None]]]]
@@ -55,13 +56,13 @@ class RolloutSettings:
 class _Run:
     """A lease in work."""
 
-    def __init__(self, lease: m.Lease) -> None:
+    def __init__(self, lease: m.Lease, started_s: float) -> None:
         self.lease = lease
         self.generating = True
         self.discard = False
         self.aborted = False  #: while its rewards were computed: responses to generate again are generated elsewhere
         self.parked: asyncio.Event = asyncio.Event()  # set when generation ended, one way or the other
-        self.started_s = 0.0
+        self.started_s = started_s
 
 
 class RolloutWorker:
@@ -83,6 +84,7 @@ class RolloutWorker:
         self.name = name
         self._endpoint = endpoint
         self._engine = engine
+        self._meter = DecodeMeter(engine, clock)
         self._sealer = Sealer(endpoint, writer, clock, offload, settings.seal_age_s, settings.space_retry_s)
         self._score = score
         self._receiver = receiver
@@ -131,8 +133,7 @@ class RolloutWorker:
     # --- leases ---------------------------------------------------------------------------------------------------
 
     def _lease(self, lease: m.Lease, _src: str) -> None:
-        run = _Run(lease)
-        run.started_s = self._clock.now()
+        run = _Run(lease, self._clock.now())
         self._runs[lease.lease] = run
         self._endpoint.spawn(self._run_lease(run), f"{self.name} lease {lease.lease}")
 
@@ -159,6 +160,7 @@ class RolloutWorker:
         retry = lease.retry
         while True:
             run.generating = True
+            self._meter.enter(str(lease.lease), lease.prompt_tokens.shape[0], responses)
             responses = await self._engine.generate(
                 GroupRequest(
                     key=str(lease.lease),
@@ -170,6 +172,7 @@ class RolloutWorker:
                 )
             )
             run.generating = False
+            self._meter.leave(str(lease.lease))
             if any(not r.finished for r in responses):
                 self._park(run, responses, retry)
                 return None
@@ -214,8 +217,7 @@ class RolloutWorker:
     def _complete(self, run: _Run, responses: tuple[Response, ...]) -> None:
         lease = run.lease
         verdict, reason = self._verdict(responses, lease)
-        runs = [v for r in responses for v in r.version_runs]
-        versions = [v.version for v in runs] or [self._engine.version]
+        versions = [v.version for r in responses for v in r.version_runs] or [self._engine.version]
         self._endpoint.tell(
             CONTROLLER,
             m.SampleCompleted(
@@ -229,6 +231,7 @@ class RolloutWorker:
                 reason=reason,
                 generation_s=self._clock.now() - run.started_s,
                 version_span=max(len({v.version for v in r.version_runs}) for r in responses),
+                decode=self._meter.report(),
             ),
         )
         if verdict == "" and lease.purpose == "train":
@@ -289,6 +292,7 @@ class RolloutWorker:
         for run in wanted:
             run.discard = order.discard
         if wanted:
+            self._meter.stop()
             await self._engine.abort([str(run.lease.lease) for run in wanted])
         for run in wanted:
             await run.parked.wait()
@@ -315,6 +319,7 @@ class RolloutWorker:
                 running = [run for run in self._runs.values() if run.generating]
         for run in running:
             run.discard = order.discard
+        self._meter.stop()
         await self._engine.pause("keep" if order.mode == "keep" else "abort")
         if order.mode != "keep":
             for run in running:
@@ -322,6 +327,7 @@ class RolloutWorker:
 
     async def _resume(self, _order: m.ResumeGeneration, _src: str) -> None:
         await self._engine.resume()
+        self._meter.skip()
         self._phase = "decode"
 
     # --- engine ---------------------------------------------------------------------------------------------------
@@ -375,6 +381,7 @@ class RolloutWorker:
     async def _beat_forever(self) -> None:
         while True:
             await asyncio.sleep(self._settings.beat_s)
+            self._meter.look()
             self._endpoint.tell(self._settings.agent, m.Beat(self._now_phase(), self._engine.progress, self._changed()))
 
     def _now_phase(self) -> str:

@@ -79,6 +79,7 @@ class TrainerWorker:
             (m.OpenSync, self._open_sync),
             (m.SendWeights, self._send),
             (m.WriteHandover, self._write_handover),
+            (m.JoinGather, self._join_gather),
             (m.AbortSync, self._abort_sync),
             (m.Probe, self._probe),
         )
@@ -181,6 +182,10 @@ class TrainerWorker:
                 return await self._sender.write_handover(order)
             finally:
                 self._phase = "idle"
+
+    async def _join_gather(self, _order: m.JoinGather, _src: str) -> m.Ok:
+        await self._do("sync", "join_gather")
+        return m.Ok()
 
     def _abort_sync(self, order: m.AbortSync, _src: str) -> None:
         self._sender.abort(order.reason)

@@ -18,15 +18,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridsched.errors import ConfigError
+from hybridsched.scheduling.policies.ratio import RatioPolicyBase, checked_ratio
 from hybridsched.scheduling.policies.switch_cost import SwitchCost
-from hybridsched.scheduling.policy import DynamicScheduleContext, DynamicSchedulePolicyBase, register_policy
-
-
-def checked_ratio(policy: str, key: str, value: float) -> float:
-    """``value`` as float. Raises ConfigError unless it is a number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"policy {policy!r}: {key} is {value!r}; it must be a number from 0 to 1")
-    return float(value)
+from hybridsched.scheduling.policy import DynamicScheduleContext, register_policy
 
 
 def _checked_positive(key: str, value: float) -> float:
@@ -36,7 +30,7 @@ def _checked_positive(key: str, value: float) -> float:
 
 
 @register_policy("default")
-class DefaultDynamicSchedulePolicy(DynamicSchedulePolicyBase):
+class DefaultDynamicSchedulePolicy(RatioPolicyBase):
     """Lend while training is starved, less so the less it waits.
 
     deactivate_ratio: initial ratio. only_hybrid: there are no standalone replicas. increase_min, increase_max,
@@ -75,17 +69,6 @@ class DefaultDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         self.per_sample_s = _checked_positive("initial_per_sample_s", initial_per_sample_s)
         self.switch_cost = SwitchCost(switch_history, _checked_positive("initial_switch_cost_s", initial_switch_cost_s))
         self.updated_version: int | None = None
-
-    def should_deactivate(self, global_steps: int, is_hybrid_active: bool, ctx: DynamicScheduleContext) -> bool:
-        """Always, when they are lent."""
-        self.last_reason = "hybrids are lent" if is_hybrid_active else "no hybrid is lent"
-        return is_hybrid_active
-
-    def deactivate_wait_samples(self, ctx: DynamicScheduleContext) -> int:
-        """int(S x ratio)."""
-        samples = int(ctx.step_required_samples * self._ratio(ctx))
-        self.last_reason = f"ratio {self._ratio(ctx):.3f} x {ctx.step_required_samples} = {samples} samples"
-        return samples
 
     def should_activate_after_step(
         self, global_steps: int, is_hybrid_active: bool, ctx: DynamicScheduleContext
@@ -129,11 +112,6 @@ class DefaultDynamicSchedulePolicy(DynamicSchedulePolicyBase):
             self.deactivate_ratio = lower if self.compat_peer else max(self.min_ratio, lower)
             self.last_reason = f"waited for no sample: ratio lowered to {self.deactivate_ratio:.3f}"
 
-    def request_rebalance(self, global_steps: int, ctx: DynamicScheduleContext) -> None:
-        """Ask the rollouter to spread the requests over old and new replicas."""
-        if self._rollouter is not None:
-            self._rollouter.rebalance_requests()
-
     def state_dict(self) -> dict[str, Any]:
         """What was learned; the knobs come from the configuration."""
         return {
@@ -151,12 +129,6 @@ class DefaultDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         self.switch_cost.load(state["switch_cost"])
         self.updated_version = state["updated_version"]
         self.last_reason = state["last_reason"]
-
-    def _alone(self, ctx: DynamicScheduleContext) -> bool:
-        return self.only_hybrid or ctx.only_hybrid
-
-    def _ratio(self, ctx: DynamicScheduleContext) -> float:
-        return 1.0 if self._alone(ctx) else self.deactivate_ratio
 
     def _measure(self, ctx: DynamicScheduleContext) -> None:
         """Seconds per sample waited for; a cycle without real waiting leaves the last value."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridsched.scheduling.policies.default import checked_ratio
-from hybridsched.scheduling.policy import DynamicScheduleContext, DynamicSchedulePolicyBase, register_policy
+from hybridsched.scheduling.policies.ratio import RatioPolicyBase, checked_ratio
+from hybridsched.scheduling.policy import DynamicScheduleContext, register_policy
 
 
 @register_policy("fixed_ratio")
-class FixedRatioDynamicSchedulePolicy(DynamicSchedulePolicyBase):
+class FixedRatioDynamicSchedulePolicy(RatioPolicyBase):
     """Lend whenever the queue holds less than ratio x S samples after a sync.
 
     deactivate_ratio: the ratio. only_hybrid: there are no standalone replicas (then ratio 1, always lent).
@@ -26,32 +26,16 @@ class FixedRatioDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         self.deactivate_ratio = 1.0 if only_hybrid else ratio
         self.only_hybrid = only_hybrid
 
-    def should_deactivate(self, global_steps: int, is_hybrid_active: bool, ctx: DynamicScheduleContext) -> bool:
-        """Always, when they are lent."""
-        self.last_reason = "hybrids are lent" if is_hybrid_active else "no hybrid is lent"
-        return is_hybrid_active
-
-    def deactivate_wait_samples(self, ctx: DynamicScheduleContext) -> int:
-        """int(S x ratio)."""
-        samples = int(ctx.step_required_samples * self._ratio(ctx))
-        self.last_reason = f"ratio {self._ratio(ctx):.3f} x {ctx.step_required_samples} = {samples} samples"
-        return samples
-
     def should_activate_after_step(
         self, global_steps: int, is_hybrid_active: bool, ctx: DynamicScheduleContext
     ) -> bool:
         """True when the surplus is below ratio x S."""
-        if self.only_hybrid or ctx.only_hybrid:
+        if self._alone(ctx):
             self.last_reason = "no standalone replicas: hybrids generate after every sync"
             return True
         gap = self.deactivate_ratio * ctx.step_required_samples - ctx.surplus
         self.last_reason = f"gap {gap:.1f} samples at ratio {self.deactivate_ratio:.3f}, surplus {ctx.surplus}"
         return gap > 0
-
-    def request_rebalance(self, global_steps: int, ctx: DynamicScheduleContext) -> None:
-        """Ask the rollouter to spread the requests over old and new replicas."""
-        if self._rollouter is not None:
-            self._rollouter.rebalance_requests()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing is learned, and the ratio comes from the configuration: only the last reason."""
@@ -60,6 +44,3 @@ class FixedRatioDynamicSchedulePolicy(DynamicSchedulePolicyBase):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Undo ``state_dict``."""
         self.last_reason = state["last_reason"]
-
-    def _ratio(self, ctx: DynamicScheduleContext) -> float:
-        return 1.0 if self.only_hybrid or ctx.only_hybrid else self.deactivate_ratio

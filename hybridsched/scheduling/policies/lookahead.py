@@ -31,6 +31,8 @@ _ENOUGH_COLLECTIONS = 2
 _FORGET = 0.5
 #: How fast the pace follows what forecasts missed, and how far from 1 it may go.
 _PACE_GAIN, _PACE_LOW, _PACE_HIGH = 0.3, 0.8, 1.25
+#: Plans that differ by less than this share are equally good.
+_SAME = 0.002
 
 
 @register_policy("lookahead")
@@ -49,10 +51,11 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         *,
         horizon: int = 3,
         grid: int = 8,
+        draws: int = 4,
         margin: float = 0.005,
         max_error: float = 0.3,
     ) -> None:
-        for name, value, low in (("horizon", horizon, 1), ("grid", grid, 2)):
+        for name, value, low in (("horizon", horizon, 1), ("grid", grid, 2), ("draws", draws, 1)):
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"policy 'lookahead': {name} is {value!r}; it must be an integer from {low}")
         for name, share in (("margin", margin), ("max_error", max_error)):
@@ -60,7 +63,8 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
                 raise ConfigError(f"policy 'lookahead': {name} is {share!r}; it must be a number from 0")
         self.default = DefaultDynamicSchedulePolicy(deactivate_ratio, only_hybrid)
         self.only_hybrid = only_hybrid
-        self.horizon, self.grid, self.margin, self.max_error = horizon, grid, float(margin), float(max_error)
+        self.horizon, self.grid, self.draws = horizon, grid, draws
+        self.margin, self.max_error = float(margin), float(max_error)
         self.target: int | None = None  # of the running cycle; None: default's
         self.planned_at: float | None = None
         self.expected_s: float | None = None  # length of the running cycle, sync to sync
@@ -118,11 +122,17 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
             self._rollouter.rebalance_requests()
 
     def lend_count(self, ctx: DynamicScheduleContext) -> int | None:
-        """No more hybrids than the window leaves samples for."""
+        """All, unless as many as the window has samples for do as well: the others then stay asleep."""
         if self.target is None or not ctx.samples_per_replica or ctx.window_room is None:
             return None
         samples = ctx.in_flight + ctx.window_room - ctx.standalone_replicas * ctx.samples_per_replica
-        return max(1, min(ctx.hybrid_replicas, math.ceil(samples / ctx.samples_per_replica)))
+        fewest = max(1, min(ctx.hybrid_replicas, math.ceil(samples / ctx.samples_per_replica)))
+        outlook, _ = self._outlook(ctx, lent=False)
+        if outlook is None or fewest == ctx.hybrid_replicas:
+            return None
+        some = play_forward(outlook, self.target, self.horizon, fewest * ctx.samples_per_replica, draws=self.draws)
+        every = play_forward(outlook, self.target, self.horizon, draws=self.draws)
+        return fewest if some.cost_s <= every.cost_s * (1.0 + _SAME) else None
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned."""
@@ -150,6 +160,7 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         if self.error is not None and self.error > self.max_error:
             return None, f"forecasts were off by {self.error:.0%}"
         half = self.default.switch_cost.seconds / 2
+        hybrids = (ctx.lent_replicas if lent else 0) or ctx.hybrid_replicas
         switched = bool(ctx.activations) if ctx.activations is not None else ctx.last_activate_duration_s > 0
         return (
             Outlook(
@@ -160,13 +171,15 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
                 served_s=tuple(ctx.served_s),
                 service_s=tuple(self.pace * t for t in service_times(ctx.service_s, ctx.served_s)),
                 places=ctx.standalone_replicas * ctx.samples_per_replica,
-                hybrid_places=ctx.hybrid_replicas * ctx.samples_per_replica,
+                hybrid_places=hybrids * ctx.samples_per_replica,
                 train_s=sum(ctx.train_s) / len(ctx.train_s),
                 sync_s=ctx.sync_s,
                 activate_s=ctx.last_activate_duration_s if switched else half,
                 deactivate_s=ctx.last_deactivate_duration_s if switched else half,
                 prompts_left=ctx.remaining_samples,
                 lent=lent,
+                load=ctx.load,
+                per_replica=ctx.samples_per_replica,
             ),
             "",
         )
@@ -180,7 +193,7 @@ class LookaheadDynamicSchedulePolicy(DynamicSchedulePolicyBase):
         def try_all(targets: Iterable[int | None]) -> int | None:
             for target in targets:
                 if target not in tried and (target is None or outlook.lent or target > outlook.queue):
-                    tried[target] = play_forward(outlook, target, self.horizon)
+                    tried[target] = play_forward(outlook, target, self.horizon, draws=self.draws)
             return min(tried, key=lambda target: tried[target].cost_s)
 
         coarse: list[int | None] = [first, *range(0, min(outlook.window, size + size // 4) + 1, step)]

@@ -1,0 +1,161 @@
+"""Files of a Megatron trainer checkpoint: what is written where, fsynced, and read back, also under other sizes.
+
+    megatron/            model and optimizer as Megatron's distributed checkpoint (torch_dist): every rank its pieces
+    model/               the same model as a Hugging Face folder (rank 0), with the tokenizer files it started from
+    trainer_state.pt     steps, version history, sizes (rank 0)
+    rng_rank{r}.pt       random states of rank r
+
+Invariants: a checkpoint loads under other TP, PP, EP and DP sizes, and bit for bit under the same; all of it is on disk
+when `save` returns on every rank. Megatron's own writer is not used: it forks from a process full of threads, waits for
+the child without a bound, and leaves a manager process behind; torch's writer stores the same format in this process.
+
+Does not: make the folder or publish it (the caller renames it), or decide when.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridsched.errors import FaultError, RunFolderError
+from hybridsched.models import hf_folder
+from hybridsched.trainers import megatron_cpu
+from hybridsched.trainers.megatron_bridge import BridgeWeights
+from hybridsched.trainers.megatron_optimizer import MegatronOptimizer
+from hybridsched.trainers.megatron_weights import WeightMap
+from hybridsched.trainers.torch_checkpoint import read_state, write_state
+
+FORMAT = 1
+SHARDS, MODEL, STATE = "megatron", "model", "trainer_state.pt"
+
+
+def save_shards(folder: Path, optimizer: MegatronOptimizer, rank: int, barrier: Callable[[str], None]) -> None:
+    """Model and optimizer, all ranks' pieces. Collective. Raises FaultError when something cannot be written."""
+    from megatron.core import dist_checkpointing
+
+    target = folder / SHARDS
+    try:
+        target.mkdir(exist_ok=True)
+        barrier("making the checkpoint folder")
+        dist_checkpointing.save(optimizer.sharded_state(loading=False), str(target), _strategy())
+        _sync_files(target, rank)
+    except (OSError, RuntimeError) as error:
+        raise FaultError(
+            f"checkpoint: {target} cannot be written ({error}); free space or fix permissions, then resume"
+        ) from error
+    barrier("writing the checkpoint")
+
+
+def load_shards(folder: Path, optimizer: MegatronOptimizer, steps: int) -> None:
+    """Put model and optimizer back. Collective. Raises RunFolderError when the checkpoint is not usable."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    source = folder / SHARDS
+    try:
+        state = dist_checkpointing.load(optimizer.sharded_state(loading=True), str(source))
+    except (OSError, RuntimeError, KeyError, CheckpointingException) as error:
+        raise RunFolderError(
+            f"{source} cannot be read ({error}); resume from an older checkpoint (trainer.resume_from_path)"
+        ) from error
+    optimizer.load_sharded_state(state, steps)
+
+
+def save_model(folder: Path, weights: WeightMap | BridgeWeights, rank: int, companions: Path) -> None:
+    """The Hugging Face folder, written by rank 0 while all ranks gather. Collective."""
+    tensors = weights.gather()
+    if rank != 0:
+        for _ in tensors:
+            pass
+        return
+    try:
+        hf_folder.save_weights(weights.config, weights.specs(), tensors, folder / MODEL, extra_files_from=companions)
+    except OSError as error:
+        raise FaultError(
+            f"checkpoint: {folder / MODEL} cannot be written ({error}); free space or fix permissions, then resume"
+        ) from error
+    finally:
+        tensors.close()
+
+
+def save_state(folder: Path, state: dict[str, Any]) -> None:
+    """Rank 0's small part."""
+    write_state(folder / STATE, {"format": FORMAT, **state})
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """What `save_state` wrote. Raises RunFolderError when it is another trainer's, or another version's."""
+    if not (folder / SHARDS).is_dir():
+        raise RunFolderError(
+            f"{folder}: has no {SHARDS}/, so it is no checkpoint of the Megatron trainer; resume with the "
+            "actor_rollout_ref.actor.strategy it was written with, or start anew from its model/ folder "
+            "(actor_rollout_ref.model.path)"
+        )
+    state = read_state(folder / STATE)
+    if state.get("format") != FORMAT:
+        raise RunFolderError(
+            f"{folder / STATE}: format {state.get('format')!r}, this version of hybridsched reads {FORMAT}; "
+            "resume with the version that wrote it"
+        )
+    return state
+
+
+def save_random_states(folder: Path, rank: int, device: torch.device) -> None:
+    """This rank's generators and Megatron's named states."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "named": megatron_cpu.random_states()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    write_state(folder / f"rng_rank{rank}.pt", state)
+
+
+def load_random_states(folder: Path, rank: int, device: torch.device, log: Callable[[str], None]) -> None:
+    """Put them back; a rank that did not exist when the checkpoint was written keeps its own."""
+    path = folder / f"rng_rank{rank}.pt"
+    if not path.exists():
+        log(f"{path} does not exist (the checkpoint is of fewer trainer ranks): rank {rank} keeps its fresh seed")
+        return
+    state = read_state(path)
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    megatron_cpu.restore_random_states(state["named"])
+
+
+def _strategy() -> Any:
+    """Megatron's torch_dist format, written by torch's own writer in this process."""
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.strategies import torch as megatron_format
+
+    class InProcess(megatron_format.TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped base
+        def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+            state, _, _ = megatron_format._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, self.keep_only_main_replica
+            )
+            planner = megatron_format.MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            )
+            dcp.save(
+                megatron_format.mcore_to_pyt_state_dict(state, False),
+                storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+                planner=planner,
+            )
+
+    return InProcess("torch_dist", 1)
+
+
+def _sync_files(folder: Path, rank: int) -> None:
+    """This rank's pieces, and on rank 0 the common files and the folder itself, are on disk afterwards."""
+    paths = [path for path in folder.iterdir() if path.is_file() and path.name.startswith(f"__{rank}_")]
+    if rank == 0:
+        paths += [path for path in folder.iterdir() if path.is_file() and not path.name.startswith("__")]
+        paths += [folder, folder.parent]
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,234 @@
+"""One rank of a Megatron trainer under test: `python megatron_rank.py JOB.json RANK`, started by megatron_kit.
+
+A job is a list of stages; each starts a trainer of its own and runs checks (functions below, by name) on it, in order.
+What they return is left in ``rank{r}.pickle``. Checks measure, tests judge; all ranks run the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron_kit import MINIS, VERSION, training_samples
+from safetensors.torch import load_file
+
+from hybridsched.config.derived import data_parallel_rank, data_parallel_size
+from hybridsched.config.schema import RunConfig
+from hybridsched.errors import HybridschedError
+from hybridsched.trainers.base import TrainBatch, TrainerGroup
+from hybridsched.trainers.batching import partition_samples
+from hybridsched.trainers.megatron_trainer import MegatronTrainer
+
+MEET_S = 120.0
+GROUP_S = 120.0
+
+
+class Rank:
+    """What the checks work on."""
+
+    def __init__(self, job: dict[str, Any], rank: int) -> None:
+        self.job, self.rank, self.folder = job, rank, Path(job["folder"])
+        self.folder.mkdir(exist_ok=True)
+        self.config = RunConfig.model_validate(job["config"])
+        self.world = self.config.trainer.n_gpus_per_node
+        self.model = Path(self.config.actor_rollout_ref.model.path or "")
+        self.trainer = MegatronTrainer(self.config, scratch=self.folder / "scratch", log=lambda text: None)
+
+    def start(self) -> None:
+        """Rank 0 opens the meeting and leaves its address in a file."""
+        note = self.folder / "address"
+        if self.rank == 0:
+            part = note.with_suffix(".part")
+            part.write_text(self.trainer.open_rendezvous())
+            part.rename(note)
+        deadline = time.monotonic() + MEET_S
+        while not note.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank 0 left no address in {note} for {MEET_S} s")
+            time.sleep(0.05)
+        group_s = self.job.get("group_s", GROUP_S)
+        self.trainer.start(TrainerGroup(self.rank, self.world, note.read_text(), group_s))
+        self.trainer.begin_cycle(VERSION)
+
+    def batch(self, step: int, poison: int | None = None) -> TrainBatch:
+        """This rank's share of a collection of MINIS mini-batches."""
+        minis = []
+        for number in range(MINIS):
+            samples = training_samples(step, number, poison)
+            parts = partition_samples([s.prompt_tokens.shape[0] for s in samples], data_parallel_size(self.config))
+            mine = parts[data_parallel_rank(self.config, self.rank)]
+            minis.append(tuple(samples[i] for i in mine))
+        return TrainBatch(tuple(minis), VERSION, step)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """A copy of the whole model."""
+        return {name: tensor.clone().float().numpy() for name, tensor in self.trainer.iter_weights()}
+
+
+def weights_equal_the_folder(r: Rank) -> dict[str, Any]:
+    stored = load_file(r.model / "model.safetensors")
+    specs = r.trainer.weight_specs()
+    seen = [(name, tuple(t.shape), torch.equal(t, stored[name])) for name, t in r.trainer.iter_weights()]
+    return {
+        "names": [name for name, _, _ in seen],
+        "as_promised": [(s.name, tuple(s.shape)) for s in specs] == [(name, shape) for name, shape, _ in seen],
+        "different": [name for name, _, equal in seen if not equal],
+        "missing": sorted(set(stored) - {name for name, _, _ in seen} - {"lm_head.weight"}),
+    }
+
+
+def whole_vocabulary(r: Rank) -> np.ndarray:
+    """Log-probs of every token of the vocabulary after every prefix of a fixed sequence: [L, V]."""
+    tokens = np.random.default_rng(5).integers(0, r.job["vocab"], 12).astype(np.int32)
+    out = []
+    for token in range(r.job["vocab"]):
+        sequences = [(tokens[:end], np.array([token], np.int32)) for end in range(1, len(tokens) + 1)]
+        out.append([float(logp[0]) for logp in r.trainer.logprobs(sequences, 1.0)])
+    return np.array(out).T
+
+
+def probe(r: Rank) -> list[np.ndarray]:
+    """The truth test's log-probs at temperature 0.7."""
+    rng = np.random.default_rng(9)
+    draws = [(rng.integers(0, r.job["vocab"], 4), rng.integers(0, r.job["vocab"], 3 + i)) for i in range(5)]
+    return r.trainer.logprobs([(a.astype(np.int32), b.astype(np.int32)) for a, b in draws], 0.7)
+
+
+def train(r: Rank) -> dict[str, Any]:
+    results = [r.trainer.train(r.batch(step)) for step in range(3)]
+    return {"metrics": [x.metrics for x in results], "weights": r.weights(), "progress": r.trainer.progress}
+
+
+def give_up_a_walk(r: Rank) -> bool:
+    """Rank 0 takes three tensors and gives up, the others join; afterwards a full walk is right again."""
+    before = r.weights()
+    if r.rank == 0:
+        walk = r.trainer.iter_weights()
+        for _ in range(3):
+            next(walk)
+        walk.close()  # type: ignore[attr-defined]
+    else:
+        r.trainer.join_gather()
+    if r.rank == 0:
+        r.trainer.iter_weights().close()  # type: ignore[attr-defined]  # given up before it began
+    else:
+        r.trainer.join_gather()
+    after = r.weights()
+    return all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def offload(r: Rank) -> dict[str, Any]:
+    before = r.weights()
+    kept = r.trainer.offload(keep_parameters=True)
+    during = r.weights()
+    rest = r.trainer.offload(keep_parameters=False)
+    refused = ""
+    try:
+        r.trainer.iter_weights()
+    except HybridschedError as error:
+        refused = str(error)
+    r.trainer.onload()
+    after = r.weights()
+    same = [all(np.array_equal(before[n], other[n]) for n in before) for other in (during, after)]
+    return {"freed": (kept, rest), "same": same, "refused": refused}
+
+
+def checkpoint_before_the_first_step(r: Rank) -> bool:
+    """As every run does: back at its beginning, the first step is the one it took."""
+    folder = r.folder / "checkpoint0"
+    folder.mkdir(exist_ok=True)
+    r.trainer.save_checkpoint(folder)
+    r.trainer.train(r.batch(0))
+    first = r.weights()
+    r.trainer.load_checkpoint(folder)
+    r.trainer.train(r.batch(0))
+    second = r.weights()
+    r.trainer.load_checkpoint(folder)
+    return all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def checkpoint(r: Rank) -> dict[str, Any]:
+    """Save; go on; go back; go on again: the same bits, as if nothing had happened between."""
+    folder = r.folder / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    saved = r.weights()
+    r.trainer.save_checkpoint(folder)
+    first = r.trainer.train(r.batch(7))
+    moved = r.weights()
+    r.trainer.load_checkpoint(folder)
+    restored = r.weights()
+    second = r.trainer.train(r.batch(7))
+    again = r.weights()
+    exported = load_file(folder / "model" / "model.safetensors")
+    return {
+        "moved": any(not np.array_equal(saved[n], moved[n]) for n in saved),
+        "restored": all(np.array_equal(saved[n], restored[n]) for n in saved),
+        "repeated": all(np.array_equal(moved[n], again[n]) for n in saved),
+        "metrics": (first.metrics, second.metrics),
+        "exported": sorted(exported) == sorted(saved)
+        and all(np.array_equal(exported[n].float().numpy(), saved[n]) for n in saved),
+        "saved": saved,
+        "moved_weights": moved,
+    }
+
+
+def resume(r: Rank) -> dict[str, Any]:
+    """From the checkpoint of a job of other sizes."""
+    r.trainer.load_checkpoint(Path(r.job["checkpoint"]))
+    restored = r.weights()
+    result = r.trainer.train(r.batch(7))
+    return {"restored": restored, "metrics": result.metrics, "moved_weights": r.weights()}
+
+
+def refuse_poison(r: Rank) -> dict[str, Any]:
+    """A sample whose log-prob makes the loss infinite."""
+    before = r.weights()
+    try:
+        r.trainer.train(r.batch(11, poison=2))
+    except HybridschedError as error:
+        after = r.weights()
+        return {"error": str(error), "unchanged": all(np.array_equal(before[n], after[n]) for n in before)}
+    return {"error": "", "unchanged": False}
+
+
+def lose_a_peer(r: Rank) -> str:
+    """The last rank is killed; the others have to notice within the group's timeout."""
+    if r.rank == r.world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        r.trainer.train(r.batch(12))
+    except HybridschedError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    path, rank = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
+    answers: dict[str, dict[str, Any]] = {}
+    for stage in json.loads(path.read_text()):
+        r = Rank(stage, rank)
+        began = time.monotonic()
+        r.start()
+        print(f"rank {rank}, {stage['name']}: started in {time.monotonic() - began:.1f} s", flush=True)
+        answers[stage["name"]] = {}
+        for name in stage["checks"]:
+            check: Callable[[Rank], Any] = globals()[name]
+            began = time.monotonic()
+            answers[stage["name"]][name] = check(r)
+            print(f"rank {rank}, {stage['name']}: {name} {time.monotonic() - began:.1f} s", flush=True)
+        r.trainer.shutdown()
+        (path.parent / f"rank{rank}.pickle").write_bytes(pickle.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""The Megatron trainer on CPU: every layout computes what transformers and the torch trainer compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron_kit import MINIS, VERSION, VOCAB, job_config, require_megatron, run_job, stage, training_samples
+
+from hybridsched.config.schema import RunConfig
+from hybridsched.models import hf_folder
+from hybridsched.models.qwen3 import ModelConfig, seeded_init
+from hybridsched.trainers.base import TrainBatch, TrainerGroup
+from hybridsched.trainers.torch_trainer import TorchTrainer
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+TIED = ModelConfig(**SIZES, tie_word_embeddings=True)
+MODELS = {
+    "tied": TIED,
+    "untied": replace(TIED, tie_word_embeddings=False),
+    "qwen2": replace(TIED, qk_norm=False, attention_bias=True, head_dim=4),
+    "llama": replace(TIED, qk_norm=False, tie_word_embeddings=False, rope_theta=5e5, head_dim=4),
+}
+FIRST = "checkpoint_before_the_first_step"
+ALL = [
+    "weights_equal_the_folder",
+    "whole_vocabulary",
+    "probe",
+    "offload",
+    "give_up_a_walk",
+    FIRST,
+    "train",
+    "checkpoint",
+]
+LOOK = ["weights_equal_the_folder", "whole_vocabulary", "give_up_a_walk"]
+DENSE = [
+    ("one tied", "tied", {}, [*ALL, "refuse_poison"]),
+    ("one untied", "untied", {}, LOOK),
+    ("one llama", "llama", {"use_distributed_optimizer": False}, [*LOOK, "train", "checkpoint"]),
+    ("one qwen2", "qwen2", {"recompute": "full"}, [*LOOK, "train"]),
+    ("tp2 tied", "tied", {"tp": 2}, [*ALL, "refuse_poison"]),
+    ("tp2 untied", "untied", {"tp": 2}, [*LOOK, "train", "checkpoint"]),
+    ("pp2 tied", "tied", {"pp": 2}, [*ALL, "refuse_poison"]),
+    ("pp2 untied", "untied", {"pp": 2, "use_distributed_optimizer": False}, [*LOOK, "train"]),
+    ("dp2 tied", "tied", {"dp": 2}, [*ALL, "refuse_poison"]),
+    ("dp2 qwen2", "qwen2", {"dp": 2, "use_distributed_optimizer": False}, [*LOOK, "train"]),
+    ("tp2 pp2 tied", "tied", {"tp": 2, "pp": 2}, [*LOOK, "train"]),
+    ("tp2 pp2 untied", "untied", {"tp": 2, "pp": 2}, LOOK),
+]
+NAMES = [name for name, *_ in DENSE]
+TRAINED = [name for name, _, _, checks in DENSE if "train" in checks]
+SAVED = [name for name, _, _, checks in DENSE if "checkpoint" in checks]
+POISONED = [name for name, _, _, checks in DENSE if "refuse_poison" in checks]
+OFFLOADED = [name for name, _, _, checks in DENSE if "offload" in checks]
+KIND = {name: kind for name, kind, _, _ in DENSE}
+EXPERTS = 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron_is_installed() -> None:
+    require_megatron()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of small models of every family, norms and biases drawn too."""
+    out = {}
+    for name, config in MODELS.items():
+        model = seeded_init(config, seed=3, std=0.3)
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+        out[name] = tmp_path_factory.mktemp(name)
+        hf_folder.save_hf(model, out[name])
+    out["moe"] = _mixture_of_experts(tmp_path_factory.mktemp("moe"))
+    return out
+
+
+def _mixture_of_experts(folder: Path) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(5)
+    config = Qwen3MoeConfig(
+        **SIZES,
+        num_experts=EXPERTS,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        norm_topk_prob=True,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def answers(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What every rank of every layout said, by layout: three jobs, of one, two and four ranks."""
+    folder = tmp_path_factory.mktemp("jobs")
+    stages: dict[int, list[dict[str, Any]]] = {}
+    for name, kind, sizes, checks in DENSE:
+        config = job_config(models[kind], sizes)
+        world = config["trainer"]["n_gpus_per_node"]
+        stages.setdefault(world, []).append(stage(folder, name, config, checks))
+    experts = ["weights_equal_the_folder", "whole_vocabulary", "train", "checkpoint"]
+    for name, sizes in (("one moe", {}), ("ep2 moe", {"ep": 2, "dp": 2}), ("pp2 moe", {"pp": 2})):
+        config = job_config(models["moe"], sizes)
+        world = config["trainer"]["n_gpus_per_node"]
+        stages[world].append(stage(folder, name, config, experts))
+    for name, kind, sizes, source in RESUMED:
+        config = job_config(models[kind], sizes)
+        extra = {"checkpoint": str(folder / source / "checkpoint")}
+        stages[config["trainer"]["n_gpus_per_node"]].append(stage(folder, name, config, ["resume"], **extra))
+    out: dict[str, list[dict[str, Any]]] = {}
+    for world in (2, 1, 4):  # two before one: ranks resume from the checkpoints of two
+        ranks = run_job(folder / f"world{world}", stages[world])
+        for name in ranks[0]:
+            out[name] = [rank[name] for rank in ranks]
+    return out
+
+
+#: (stage, model, sizes, stage whose checkpoint it resumes from)
+RESUMED: list[tuple[str, str, dict[str, Any], str]] = [
+    ("pp2 from tp2", "untied", {"pp": 2}, "tp2 untied"),
+    ("tp2 from pp2", "tied", {"tp": 2}, "pp2 tied"),
+    ("dp2 from tp2", "tied", {"dp": 2}, "tp2 tied"),
+    ("one from dp2", "tied", {}, "dp2 tied"),
+    ("one from ep2", "moe", {}, "ep2 moe"),
+]
+
+
+def _reference_logprobs(folder: Path) -> np.ndarray:
+    """transformers: log-probs of the whole vocabulary after every prefix, [L, V]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    tokens = np.random.default_rng(5).integers(0, VOCAB, 12)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens)[None]).logits[0].float()
+    return torch.log_softmax(logits, dim=-1).numpy()
+
+
+@pytest.fixture(scope="module")
+def torch_training(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The same three collections with the torch trainer, by model."""
+    out = {}
+    for kind in MODELS:
+        config = job_config(models[kind], {})
+        config["actor_rollout_ref"]["actor"]["strategy"] = "torch"
+        scratch = tmp_path_factory.mktemp("scratch")
+        trainer = TorchTrainer(RunConfig.model_validate(config), scratch=scratch, log=lambda text: None)
+        trainer.start(TrainerGroup(0, 1, "", 20.0))
+        trainer.begin_cycle(VERSION)
+        metrics = []
+        for step in range(3):
+            minis = tuple(tuple(training_samples(step, number)) for number in range(MINIS))
+            metrics.append(trainer.train(TrainBatch(minis, VERSION, step)).metrics)
+        weights = {name: tensor.clone().numpy() for name, tensor in trainer.iter_weights()}
+        out[kind] = {"metrics": metrics, "weights": weights}
+        trainer.shutdown()
+    return out
+
+
+@pytest.mark.parametrize("name", [*NAMES, "one moe", "ep2 moe", "pp2 moe"])
+def test_weights_go_in_and_come_out_bit_for_bit(answers, name):
+    for rank in answers[name]:
+        found = rank["weights_equal_the_folder"]
+        assert found["names"]
+        assert [] == found["different"] == found["missing"]
+        assert found["as_promised"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "one moe", "ep2 moe", "pp2 moe"])
+def test_every_rank_computes_the_distributions_of_transformers(answers, models, name):
+    expected = _reference_logprobs(models[KIND.get(name, "moe")])
+    for rank in answers[name]:
+        assert np.abs(expected - rank["whole_vocabulary"]).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_that_of_the_torch_trainer(answers, torch_training, name):
+    expected = torch_training[KIND[name]]
+    for rank in answers[name]:
+        for ours, theirs in zip(rank["train"]["metrics"], expected["metrics"], strict=True):
+            assert set(theirs) == set(ours)
+            assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5)
+            for key in ("actor/loss", "actor/pg_loss", "actor/entropy"):
+                assert abs(theirs[key] - ours[key]) < 1e-5, key
+        for key, value in expected["weights"].items():
+            assert np.allclose(value, rank["train"]["weights"][key], rtol=0, atol=5e-5), key
+
+
+def test_sharing_experts_out_changes_nothing(answers):
+    one = answers["one moe"][0]["train"]
+    for name in ("ep2 moe", "pp2 moe"):
+        for rank in answers[name]:
+            for ours, theirs in zip(rank["train"]["metrics"], one["metrics"], strict=True):
+                assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5)
+            for key, value in one["weights"].items():
+                assert np.allclose(value, rank["train"]["weights"][key], rtol=0, atol=5e-5), key
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_all_ranks_hold_the_same_model_after_training(answers, name):
+    first = answers[name][0]["train"]["weights"]
+    for rank in answers[name][1:]:
+        assert all(np.array_equal(first[key], rank["train"]["weights"][key]) for key in first)
+
+
+def test_progress_grows_with_micro_batches(answers):
+    assert answers["pp2 tied"][1]["train"]["progress"] > 3 * MINIS
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_walk_given_up_leaves_the_next_one_whole(answers, name):
+    assert all(rank["give_up_a_walk"] for rank in answers[name])
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloading_frees_state_then_parameters_and_brings_the_same_bits_back(answers, name):
+    for rank in answers[name]:
+        found = rank["offload"]
+        assert min(found["freed"]) > 0
+        assert [True, True] == found["same"]
+        assert "parameters are offloaded" in found["refused"]
+
+
+@pytest.mark.parametrize("name", [*SAVED, "ep2 moe", "pp2 moe"])
+def test_a_checkpoint_brings_everything_back_bit_for_bit(answers, name):
+    for rank in answers[name]:
+        found = rank["checkpoint"]
+        assert found["moved"]
+        assert found["restored"]
+        assert found["repeated"]
+        first, second = found["metrics"]
+        assert first == second
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_a_run_can_go_back_to_before_its_first_step(answers, name):
+    assert all(rank[FIRST] for rank in answers[name])
+
+
+@pytest.mark.parametrize("name", [*SAVED, "ep2 moe", "pp2 moe"])
+def test_a_checkpoint_holds_the_model_as_a_hugging_face_folder(answers, name):
+    assert answers[name][0]["checkpoint"]["exported"]
+
+
+@pytest.mark.parametrize(("name", "source"), [(name, source) for name, _, _, source in RESUMED])
+def test_a_checkpoint_resumes_under_other_sizes(answers, name, source):
+    written = answers[source][0]["checkpoint"]
+    for rank in answers[name]:
+        found = rank["resume"]
+        assert all(np.array_equal(value, found["restored"][key]) for key, value in written["saved"].items())
+        # The optimizer state came along: the next step is the one the writer took.
+        assert written["metrics"][0] == pytest.approx(found["metrics"], rel=1e-4, abs=1e-5)
+        for key, value in written["moved_weights"].items():
+            assert np.allclose(value, found["moved_weights"][key], rtol=0, atol=5e-5), key
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_a_non_finite_loss_is_refused_on_every_rank_naming_the_sample(answers, name):
+    for rank in answers[name]:
+        found = rank["refuse_poison"]
+        assert "was not taken" in found["error"]
+        assert "1102" in found["error"]
+        assert found["unchanged"]
+
+
+def test_a_dead_peer_is_noticed_within_the_groups_bound(models, tmp_path):
+    config = job_config(models["tied"], {"tp": 2})
+    ranks = run_job(tmp_path, [stage(tmp_path, "tp2", config, ["lose_a_peer"], group_s=15.0)], dies=1)
+    assert "another trainer process probably died" in ranks[0]["tp2"]["lose_a_peer"]
