@@ -17,8 +17,14 @@ REAL := $(wildcard tests/real/test_*.py tests/faults/test_*.py)
 DEMO_FOLDER ?= runs/demo
 DEMO_ARGS ?=
 
+# Debian's packages of a real Slurm, for slurm-demo and test-real-slurm; installed when they are missing, as root.
+SLURM_PACKAGES := slurm-wlm slurm-client slurmdbd munge mariadb-server iproute2 iputils-ping util-linux
+SLURM_TESTS := $(wildcard tests/real/test_dev_cluster.py tests/real/test_slurm_*.py tests/faults/test_slurm_*.py)
+SLURM_DEMO_FOLDER ?= runs/slurm-demo
+SLURM_DEMO_ARGS ?=
+
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-fast test-real-local check fmt simtest bench docs clean clean-venv
+.PHONY: help venv demo slurm-demo slurm-deps test test-fast test-real-local test-real-slurm check fmt simtest bench docs clean clean-venv
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +42,14 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: venv  ## train a small model with lending on two cores; ends with a summary and a report
 	$(BIN)/hybridsched demo --folder $(DEMO_FOLDER) $(DEMO_ARGS)
 
+slurm-demo: venv slurm-deps  ## the demo as a job on a Slurm of four nodes that is booted here and taken down again
+	$(BIN)/python slurm/dev_cluster/demo.py --folder $(SLURM_DEMO_FOLDER) $(SLURM_DEMO_ARGS)
+
+slurm-deps:  ## Debian packages of Slurm, when they are missing (as root)
+	@PATH="$$PATH:/usr/sbin:/sbin"; which slurmctld slurmd slurmdbd srun munged mariadbd ip ping unshare >/dev/null 2>&1 || \
+		{ test "$$(id -u)" = 0 || { echo "Slurm is missing; as root: apt-get install $(SLURM_PACKAGES)"; exit 2; }; \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $(SLURM_PACKAGES); }
+
 test: test-fast test-real-local  ## everything that needs no system package (under 10 minutes)
 
 test-fast: venv  ## unit tests (under 3 minutes)
@@ -43,6 +57,9 @@ test-fast: venv  ## unit tests (under 3 minutes)
 
 test-real-local: venv  ## real processes, real MPI, real files on this machine
 	$(if $(REAL),$(BIN)/python -m pytest -q -m 'not system' $(REAL),@echo "no tests in tests/real, tests/faults")
+
+test-real-slurm: venv slurm-deps  ## jobs, steps and faults on a real Slurm booted here (under 8 minutes)
+	PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -m pytest -q $(SLURM_TESTS)
 
 check: venv  ## ruff, mypy, import contracts, rules of the house
 	$(BIN)/ruff check .

@@ -65,6 +65,14 @@ class DeadlineExceeded(FaultError):
     """A bounded wait ended. The message names what, where, since when and what to do."""
 
 
+class AgentSilent(DeadlineExceeded):
+    """Node agents have not been heard of for too long: their nodes are suspected to be lost."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class WorkerDied(FaultError):
     """A worker process ended while somebody waited for it."""
 

@@ -21,18 +21,24 @@ import typer
 from hybridsched import __version__
 from hybridsched.cli import (
     calibrate,
+    cancel,
+    cluster,
     compare,
     config,
     demo,
     explain,
     init,
+    logs,
     plan,
     policies,
     queue,
+    render,
     report,
     run,
     simulate,
     status,
+    submit,
+    watch,
 )
 from hybridsched.errors import FaultError, HybridschedError, InternalError, Interrupted
 
@@ -56,16 +62,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_START, _AHEAD, _LOOK = "Start", "Look ahead", "Look at a run"
+_START, _SLURM, _AHEAD, _LOOK = "Start", "Slurm", "Look ahead", "Look at a run"
 app.command("demo", rich_help_panel=_START)(demo.demo)
 app.command("init", rich_help_panel=_START)(init.init)
 app.command("run", rich_help_panel=_START)(run.run)
 app.command("config", rich_help_panel=_START)(config.config)
 app.command("policies", rich_help_panel=_START)(policies.policies)
+app.command("render", rich_help_panel=_SLURM)(render.render)
+app.command("submit", rich_help_panel=_SLURM)(submit.submit)
+app.command("watch", rich_help_panel=_SLURM)(watch.watch)
+app.command("cancel", rich_help_panel=_SLURM)(cancel.cancel)
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+app.command("cluster", rich_help_panel=_SLURM, context_settings=_PASSED_ON)(cluster.cluster)
 app.command("simulate", rich_help_panel=_AHEAD)(simulate.simulate)
 app.command("plan", rich_help_panel=_AHEAD)(plan.plan)
 app.command("calibrate", rich_help_panel=_AHEAD)(calibrate.calibrate)
 app.command("status", rich_help_panel=_LOOK)(status.status)
+app.command("logs", rich_help_panel=_LOOK)(logs.logs)
 app.command("report", rich_help_panel=_LOOK)(report.report)
 app.command("explain", rich_help_panel=_LOOK)(explain.explain)
 app.command("compare", rich_help_panel=_LOOK)(compare.compare)

@@ -39,6 +39,10 @@ def run(
     if dry_run:
         print_dry_run(config, with_files=check_paths)
         return
+    if config.launcher == "slurm":
+        raise UserError(
+            f"launcher: slurm -> hybridsched submit {run_yaml} (or start it on this machine with launcher=local)"
+        )
     outcome = start(config, resume=resume, force=force, quiet=quiet)
     outcome.print()
     raise typer.Exit(outcome.exit_code)

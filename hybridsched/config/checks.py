@@ -51,8 +51,6 @@ def not_available(config: RunConfig) -> list[str]:
     if actor.strategy == "megatron" and actor.megatron.context_parallel_size > 1:
         what = f"{_ACTOR}.megatron.context_parallel_size={actor.megatron.context_parallel_size}"
         missing.append((what, "share long sequences out by tensor_model_parallel_size instead"))
-    if config.launcher == "slurm":
-        missing.append(("launcher=slurm", "use launcher: local"))
     if config.rollout.agent is not None:
         missing.append((f"rollout.agent={config.rollout.agent}", "remove it: responses are single-turn"))
     return [f"not available yet: {what}; {instead}" for what, instead in missing]
@@ -72,9 +70,18 @@ def notes(config: RunConfig) -> list[str]:
         found.append("trainer.test_freq has no effect: data.val_files is empty")
     if config.actor_rollout_ref.actor.ppo_mini_batch_size < data_parallel_size(config):
         found.append(f"{_ACTOR}.ppo_mini_batch_size is smaller than the data-parallel size: some trainer ranks idle")
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        found += _megatron_notes(config)
     if rollout.nnodes == 0 and not training.use_dynamic_resource_scheduling:
         found.append("rollout.nnodes: 0 is colocated mode: hybrid replicas are built and lent in every cycle")
     return found
+
+
+def _megatron_notes(config: RunConfig) -> list[str]:
+    source = config.actor_rollout_ref.actor.megatron.weight_source
+    if source == "builtin":
+        return []
+    return [f"{_ACTOR}.megatron.weight_source: {source}: needs {source}, not run by us"]
 
 
 def _engines(config: RunConfig) -> Iterator[Problem]:

@@ -53,8 +53,9 @@ def _other_files(config: RunConfig) -> Iterator[Problem]:
     resume = config.trainer.resume_from_path
     if resume is not None and not Path(resume).is_dir():
         yield _missing("trainer.resume_from_path", resume, "name a checkpoint folder")
-    if config.launcher == "slurm" and ("/" in config.slurm.site or config.slurm.site.endswith((".yaml", ".yml"))):
-        yield from _readable("slurm.site", config.slurm.site, "name a site profile or a file")
+    site = config.slurm.site
+    if config.launcher == "slurm" and site is not None and ("/" in site or site.endswith((".yaml", ".yml"))):
+        yield from _readable("slurm.site", site, "name a site profile or a file")
 
 
 def _missing(key: str, name: str, cure: str) -> Problem:

@@ -26,32 +26,34 @@ class ComponentConfig(Section):
     reservation: str | None = None
     """Reservation."""
     cpus_per_task: int | None = Field(None, ge=1)
-    """Cores of a node agent and its workers."""
+    """Cores of a node agent and its workers; null: what the site gives (device: cpu: one a GPU, one for the agent)."""
     mem: str | None = None
     """Memory per node, e.g. 480G."""
     exclusive: bool = False
     """Whole nodes."""
     gres: str | None = None
-    """Spelling of the GPU request when the site needs its own."""
+    """Own spelling of the GPU request, {n} for the number, e.g. "gpu:h100:{n}"; null: the site profile's."""
+    time: str | None = None
+    """Own time limit; null: slurm.time."""
     extra: dict[str, str] = Field(default_factory=dict)
-    """Further #SBATCH options."""
+    """Further sbatch options by long name, e.g. {switches: "1"}."""
 
 
 class SlurmConfig(Section):
-    """Submission. Not available yet in this release."""
+    """Submission: hybridsched render, submit, watch, cancel."""
 
-    site: str = "generic"
-    """Site profile: name in slurm/sites, or path."""
+    site: str | None = None
+    """Site profile: name in slurm/sites, or path; null: what HYBRIDSCHED_SITE names, else generic."""
     time: str = "24:00:00"
     """Time limit."""
     job_name: str | None = None
     """Null: the experiment's name."""
     trainer: ComponentConfig = Field(default_factory=ComponentConfig)
-    """Component 0."""
+    """Request of the trainer nodes."""
     rollout: ComponentConfig = Field(default_factory=ComponentConfig)
-    """Component 1."""
+    """Request of the rollout nodes."""
     signal_before_end_s: int = Field(300, ge=1)
-    """Warning before the time limit."""
+    """So long before the time limit the run checkpoints and asks to be started again."""
 
 
 class LocalConfig(Section):
@@ -149,6 +151,8 @@ class FaultsConfig(Section):
     """Starts of the job step by the launch loop."""
     backoff_s: float = Field(1.0, ge=0)
     """First pause between attempts; doubles."""
+    requeues: int = Field(20, ge=0)
+    """launcher: slurm. Starts of the job after which a lost node is no reason to put it back into the queue."""
 
 
 class RunlogConfig(Section):

@@ -3,7 +3,9 @@
     python -m hybridsched.runtime.agent_main --run RUN_FOLDER --attempt K [--resume]
 
 Owns: this process: signals, cores, MPI, building agent, spawner and reward pool, and how the end becomes an exit code
-and `exit-<rank>.json`. Rank 0 also carries the controller (`runtime.build.run_rank0`).
+and `exit-<rank>.json`. Rank 0 also carries the controller (`runtime.build.run_rank0`). In a Slurm step the rank follows
+from the node (`adapters.attempt`), sockets lie on the node's own disk, and `adapters.slurm_step` looks after a job
+whose batch script is gone.
 
 Invariants: signal handlers only set a flag; the process dies with its parent and with the launcher of its host; it
 imports neither torch nor vllm; every way out is bounded. An orderly end says goodbye to the other ranks before
@@ -33,9 +35,26 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hybridsched.errors import FaultError, HybridschedError, InternalError
-from hybridsched.runtime.adapters.attempt import AttemptInfo, Ending, read_attempt, write_agent, write_exit
-from hybridsched.runtime.adapters.lifeline import die_with, open_tag, tag_of
+from hybridsched.errors import AgentSilent, FaultError, HybridschedError, InternalError
+from hybridsched.runtime.adapters.attempt import (
+    BEAT_LINE,
+    AttemptInfo,
+    Ending,
+    read_attempt,
+    read_result,
+    write_agent,
+    write_exit,
+)
+from hybridsched.runtime.adapters.lifeline import (
+    LAUNCH_VARIABLE,
+    RUN_ID_VARIABLE,
+    die_with,
+    make_private_folder,
+    open_tag,
+    sweep,
+    tag_of,
+)
+from hybridsched.runtime.adapters.slurm_step import node_rank, save_orphaned_job
 from hybridsched.runtime.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -49,6 +68,7 @@ TEST_RANK0_VARIABLE = "HYBRIDSCHED_TEST_RANK0"
 BEAT_S = 0.5  #: between two beats of an agent
 
 _GOODBYE_AFTER_FAULT_S = 5.0
+_GOODBYE_TO_THE_LOST_S = 1.0  # the ranks that are left hear of the end by a message
 _GOODBYE_S = 15.0  # more than deadlines.stop_s, for the other agents to end their workers
 _SIGNALS: dict[signal.Signals, Literal["stop", "requeue"]] = {
     signal.SIGINT: "stop",
@@ -57,6 +77,8 @@ _SIGNALS: dict[signal.Signals, Literal["stop", "requeue"]] = {
 }
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _EXIT_S = 30.0  # between the end of the event loop's work and the end of the process
+_SWEEP_S = 10.0
+_GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 _FORBIDDEN = ("torch", "vllm")  # would cost hundreds of megabytes per node, and a GPU context
 
 
@@ -72,7 +94,8 @@ class Agent:
         self.resume = resume
         self.rank = 0
         self.finalized = False  #: MPI wants to be left through sys.exit
-        self.socket_dir = Path(tempfile.mkdtemp(prefix="hs-", dir=info.socket_dir or None))  # 0700
+        self.config_path = run_folder / info.config
+        self.socket_dir = _socket_folder(info)
         self._lifeline: int | None = None
 
     def main(self) -> Ending:
@@ -83,11 +106,15 @@ class Agent:
             config, plan, transport = self._prepare()
             self.rank = transport.rank
             self._redirect()
-            self._bind(plan)
+            plan = self._bind(config, plan)
             write_agent(self.folder, self.rank, tag_of(os.getpid()))
             return asyncio.run(self._serve(config, plan, transport))
         except BaseException as error:  # noqa: BLE001 - becomes the exit code
-            return ending_of(error, self.rank)
+            ending = ending_of(error, self.rank)
+            if ending.suspects:
+                write_exit(self.folder, ending)  # before the question, which takes its time
+                save_orphaned_job(self.info)
+            return ending
         finally:
             shutil.rmtree(self.socket_dir, ignore_errors=True)
 
@@ -103,10 +130,21 @@ class Agent:
         from hybridsched.runtime.prepare import plan_of
         from hybridsched.runtime.transport.mpi import open_world
 
-        config = load_config(self.run_folder / "config" / "resolved.yaml")
+        config = load_config(self.config_path)
         plan = plan_of(config, derive(config))
         bells = Path(self.info.socket_dir) if self.info.socket_dir else None
-        return config, plan, open_world(plan.world_size, bells=bells)
+        rank = node_rank(self.info.nodes, os.environ) if self.info.nodes else None
+        if rank is not None:
+            self.rank = rank
+            self._end_predecessors()
+        return config, plan, open_world(plan.world_size, bells=bells, rank=rank)
+
+    def _end_predecessors(self) -> None:
+        """What an earlier attempt left on this node: its step was killed by Slurm, its workers may still be dying."""
+        marks, own = {RUN_ID_VARIABLE: self.info.run_id}, {LAUNCH_VARIABLE: self.info.launch}
+        _killed, left = sweep(marks, _SWEEP_S, spared=own)
+        if left:
+            raise FaultError(f"processes of an earlier attempt would not die on {socket.gethostname()}: {left}")
 
     def _redirect(self) -> None:
         """stderr, and of all ranks but 0 also stdout, into the agent's log; rank 0's stdout is read by the launcher."""
@@ -116,18 +154,28 @@ class Agent:
             os.dup2(log, 1)
         os.close(log)
 
-    def _bind(self, plan: RunPlan) -> None:
-        """A node is the set of its workers' cores; the agent may run on any of them."""
+    def _bind(self, config: RunConfig, plan: RunPlan) -> RunPlan:
+        """A node is the set of its workers' cores; the agent may run on any of them.
+
+        In a Slurm step which cores there are shows only here. With GPUs, and where nothing computes, nothing is bound.
+        """
+        if self.info.nodes and _computes_on_cores(config):
+            own = sorted(os.sched_getaffinity(0))
+            plan = plan.on_cores(self.rank, own, oversubscribe=config.local.allow_oversubscribe)
         cores = {core for worker in plan.of_node(self.rank) for core in worker.cores}
         if cores:
             os.sched_setaffinity(0, cores)
+        return plan
 
     # --- in the event loop ----------------------------------------------------------------------------------------
 
     async def _serve(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
         if self._lifeline is not None:
             asyncio.get_running_loop().add_reader(self._lifeline, self._orphaned)
+        beating = asyncio.ensure_future(_beat_forever()) if self.info.nodes and self.rank == 0 else None
         ending = await self._run(config, plan, transport)
+        if beating is not None:
+            beating.cancel()
         forbidden = [name for name in _FORBIDDEN if name in sys.modules]
         if forbidden:
             ending = ending_of(InternalError(f"the agent of rank {self.rank} imported {forbidden}"), self.rank)
@@ -146,7 +194,7 @@ class Agent:
     def _goodbye_s(config: RunConfig, ending: Ending) -> float:
         """After a fault the rank that is missing may be the reason, and the next attempt waits for this one's end."""
         if ending.exit_code in (1, FaultError.exit_code, InternalError.exit_code):
-            return _GOODBYE_AFTER_FAULT_S
+            return _GOODBYE_TO_THE_LOST_S if ending.suspects else _GOODBYE_AFTER_FAULT_S
         return config.deadlines.stop_s * config.deadlines.scale + _GOODBYE_S
 
     async def _run(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
@@ -165,8 +213,8 @@ class Agent:
             secret=self.info.secret,
             agent=name,
         )
-        resolved = self.run_folder / "config" / "resolved.yaml"
-        spawner = ProcessSpawner(context, resolved, self.socket_dir, threads=config.local.threads_per_worker)
+        threads = config.local.threads_per_worker
+        spawner = ProcessSpawner(context, self.config_path, self.socket_dir, threads=threads)
         rewards = ProcessRewardPool(config, context, name)
         if any(worker.kind != "trainer" for worker in plan.of_node(self.rank)):
             await rewards.check()  # a reward function that does not import ends the run here, with its reason
@@ -181,7 +229,11 @@ class Agent:
     async def _to_the_end(self, agent: NodeAgent, config: RunConfig, plan: RunPlan, context: RunContext) -> Ending:
         if self.rank == 0:
             code = await _rank0()(agent, config, plan, context, self.stop, resume=self.resume)
-            return Ending(code, rank=0)  # its reason is in result.json
+            result = read_result(self.folder)
+            suspects = result.suspects if result is not None else ()
+            if suspects:
+                await asyncio.to_thread(save_orphaned_job, self.info)
+            return Ending(code, rank=0, suspects=suspects)  # its reason is in result.json
         await agent.run()
         return Ending(0, rank=self.rank)
 
@@ -200,6 +252,29 @@ def _rank0() -> Callable[..., Awaitable[int]]:
     from hybridsched.runtime.build import run_rank0
 
     return run_rank0
+
+
+def _socket_folder(info: AttemptInfo) -> Path:
+    """Private, below the launcher's folder on its host, else on the node's own disk."""
+    if info.socket_dir:
+        return Path(tempfile.mkdtemp(prefix="hs-", dir=info.socket_dir))  # 0700
+    return make_private_folder()
+
+
+def _computes_on_cores(config: RunConfig) -> bool:
+    """Whether a "GPU" is a CPU core here. Not asked of torch, which an agent must not import."""
+    if config.actor_rollout_ref.actor.strategy == "emulated":
+        return False
+    device = config.trainer.device
+    return device == "cpu" or (device == "auto" and not any(os.path.exists(path) for path in _GPU_DRIVERS))
+
+
+async def _beat_forever() -> None:
+    """The launcher of a Slurm step cannot see this process; what it prints shows that the event loop turns."""
+    while True:
+        sys.stdout.write(BEAT_LINE + "\n")
+        sys.stdout.flush()
+        await asyncio.sleep(BEAT_S)
 
 
 def agent_settings(config: RunConfig) -> AgentSettings:
@@ -231,15 +306,22 @@ def ending_of(error: BaseException, rank: int) -> Ending:
     """What an error means for the launcher. A traceback only for what is no error of ours."""
     kind, text = type(error).__name__, str(error)
     if isinstance(error, HybridschedError) and not isinstance(error, InternalError):
-        return Ending(error.exit_code, kind, text, rank=rank)
+        suspects = error.ranks if isinstance(error, AgentSilent) else ()
+        return Ending(error.exit_code, kind, text, rank=rank, suspects=suspects)
     code = error.exit_code if isinstance(error, InternalError) else 1
     return Ending(code, kind, text, "".join(traceback.format_exception(error)), rank)
 
 
 def install_handlers(stop: StopRequest) -> None:
-    """Signals ask, the controller obeys. A handler that printed could interrupt a print and kill the rank."""
+    """Signals ask, the controller obeys. A handler that printed could interrupt a print and kill the rank.
+
+    In a Slurm step SIGTERM may mean that the job ends, or only that another agent failed (--kill-on-bad-exit). The
+    launch loop knows which: it gets a signal of its own, asks for an orderly end by USR2, or ends the step.
+    """
     for number in _SIGNALS:
         signal.signal(number, lambda received, _frame: stop.ask(_SIGNALS[signal.Signals(received)]))
+    if "SLURM_PROCID" in os.environ:
+        signal.signal(signal.SIGTERM, lambda _received, _frame: None)
 
 
 def main(argv: list[str] | None = None) -> None:

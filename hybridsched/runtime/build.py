@@ -20,11 +20,13 @@ from hybridsched.config.derived import derive
 from hybridsched.config.schema import RunConfig
 from hybridsched.data.stream import PromptSet, PromptStream, synthetic_prompts
 from hybridsched.data.tokenizer import Tokenizer, stop_token_ids
-from hybridsched.errors import FaultError, HybridschedError, Interrupted, RunFolderError
+from hybridsched.errors import AgentSilent, FaultError, HybridschedError, Interrupted, RunFolderError
 from hybridsched.model import Prompt
 from hybridsched.runlog.sinks import TeeRunLog, mirrors
 from hybridsched.runlog.writer import HDF5RunLog
 from hybridsched.runtime import messages as m
+from hybridsched.runtime.adapters import slurm
+from hybridsched.runtime.adapters.attempt import ATTEMPT_FILE, read_attempt
 from hybridsched.runtime.adapters.chains import file_chains
 from hybridsched.runtime.adapters.checkpoints import FileCheckpointStore
 from hybridsched.runtime.clock import RealClock
@@ -37,7 +39,7 @@ from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.plan import CONTROLLER, RunPlan
 from hybridsched.runtime.policy_loader import load_policy
 from hybridsched.runtime.services import Services, StopFlag
-from hybridsched.sample_queue.owner import OwnerFence, identity_of_this_process
+from hybridsched.sample_queue.owner import OwnerFence, OwnerIdentity, identity_of_this_process
 from hybridsched.sample_queue.store import FileSegmentStore
 
 RunLogSink = HDF5RunLog | TeeRunLog
@@ -57,14 +59,16 @@ async def run_rank0(
 ) -> int:
     """Run agent and controller to the end; returns the exit code (errors.py). The result is left in result.json."""
     folder, attempt = Path(context.run_folder), Path(context.attempt_folder)
-    fence = OwnerFence.claim(folder, identity_of_this_process(restart_count=context.attempt))
+    job = slurm.this_job()  # attempts are numbered over requeues, too: a later start of a job has a higher number
+    fence = OwnerFence.claim(folder, identity_of_this_process(job, context.attempt), slurm_says_gone=_slurm_says_gone)
     clock = RealClock()
     try:
         log = _run_log(config, context, clock)
     except BaseException:
         fence.release()  # nothing has begun: the next start need not wait for this owner to be found dead
         raise
-    log.event("run", "run", new="started", reason=f"attempt {context.attempt}" + (", resumed" if resume else ""))
+    parts = [f"attempt {context.attempt}", *["resumed"] * resume, *[f"job {job}"] * bool(job)]
+    log.event("run", "run", new="started", reason=", ".join([*parts, *_notes(attempt)]))
     endpoint = Endpoint(CONTROLLER, agent.route)
     endpoint.on_error = lambda error, where: log.event(
         "fault", "controller", new=type(error).__name__, reason=f"{where}: {error}"
@@ -125,6 +129,16 @@ def _run_log(config: RunConfig, context: RunContext, clock: RealClock) -> RunLog
         truth.close()
         raise
     return TeeRunLog([truth, *others]) if others else truth
+
+
+def _slurm_says_gone(owner: OwnerIdentity) -> bool:
+    return slurm.job_is_gone(owner.job_id)
+
+
+def _notes(attempt: Path) -> list[str]:
+    """What the launcher has to say about this attempt."""
+    note = read_attempt(attempt).note if (attempt / ATTEMPT_FILE).exists() else ""
+    return [note] if note else []
 
 
 async def _either(running: Any, serving: asyncio.Future[Any]) -> RunSummary:
@@ -256,6 +270,8 @@ def _write_result(attempt: Path, summary: RunSummary | None, error: BaseExceptio
         result["summary"] = {**asdict(summary), "version": list(summary.version)}
     if error is not None:
         result["error"] = {"kind": type(error).__name__, "text": str(error)}
+        if isinstance(error, AgentSilent):
+            result["error"]["suspects"] = list(error.ranks)
         if not isinstance(error, HybridschedError):
             import traceback
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hybridsched.errors import DeadlineExceeded, FaultError, WorkerDied
+from hybridsched.errors import AgentSilent, DeadlineExceeded, FaultError, WorkerDied
 from hybridsched.model import ReplicaKind
 from hybridsched.runlog.base import EventSink
 from hybridsched.runtime import messages as m
@@ -104,10 +104,12 @@ class Fleet:
             now = self._clock.now()
             for rank, seen in self._agents.items():
                 if now - seen > self._settings.silence_s and self.fatal is None:
+                    silent = tuple(r for r, last in self._agents.items() if now - last > self._settings.silence_s)
                     self._die(
-                        DeadlineExceeded(
+                        AgentSilent(
                             f"agent {rank} has been silent for {now - seen:.0f} s (deadlines.agent_silence_s): "
-                            "its node is lost; the step ends and the launch loop starts it again"
+                            "its node is lost; the step ends and the launch loop starts it again",
+                            ranks=silent,
                         )
                     )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridsched.errors import DeadlineExceeded, FaultError, HybridschedError
+from hybridsched.errors import AgentSilent, FaultError, HybridschedError
 from hybridsched.runtime import messages as m
 from hybridsched.runtime.clock import Clock
 from hybridsched.runtime.endpoint import Endpoint
@@ -194,9 +194,10 @@ class NodeAgent:
             silent = now - self._controller_seen
             if self.rank != 0 and silent > self._settings.silence_s and self._stopping is None:
                 self._fail(
-                    DeadlineExceeded(
+                    AgentSilent(
                         f"agent {self.rank} on {self._settings.host}: nothing heard of the controller for"
-                        f" {silent:.0f} s (deadlines.agent_silence_s); the launch loop starts the step again"
+                        f" {silent:.0f} s (deadlines.agent_silence_s); the launch loop starts the step again",
+                        ranks=(0,),
                     )
                 )
 

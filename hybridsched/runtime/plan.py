@@ -7,7 +7,7 @@ per GPU and one hybrid worker per replica on the same GPUs; of a rollout node: s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridsched.errors import ConfigError
 from hybridsched.model import ReplicaKind
@@ -35,6 +35,26 @@ class RunPlan:
     trainer_nodes: int
     rollout_nodes: int
     workers: tuple[WorkerSpec, ...]
+
+    def on_cores(self, rank: int, cores: Sequence[int], *, oversubscribe: bool) -> RunPlan:
+        """The plan with the workers of one node bound to that node's own cores, one a GPU.
+
+        Raises ConfigError when there are fewer cores than GPUs and sharing is not allowed.
+        """
+        gpus = 1 + max((gpu for w in self.of_node(rank) for gpu in w.gpus), default=-1)
+        if len(cores) < gpus and not oversubscribe:
+            raise ConfigError(
+                f"rank {rank}: {gpus} GPUs (one CPU core each, for the node has no GPU driver) are asked for, but only "
+                f"{len(cores)} cores may be used there; raise cpus_per_task of the component, or set "
+                "local.allow_oversubscribe: true"
+            )
+
+        def bound(worker: WorkerSpec) -> WorkerSpec:
+            if worker.node != rank:
+                return worker
+            return replace(worker, cores=tuple(cores[gpu % len(cores)] for gpu in worker.gpus))
+
+        return replace(self, workers=tuple(bound(worker) for worker in self.workers))
 
     def of_kind(self, kind: str) -> tuple[WorkerSpec, ...]:
         """Workers of one kind, by index."""

@@ -26,6 +26,7 @@ from hybridsched.config.schema import RunConfig
 from hybridsched.errors import ConfigError, DataError, RunFolderError, UserError
 from hybridsched.models.config import ModelConfig
 from hybridsched.runlog.sinks import missing_packages
+from hybridsched.runtime.adapters import slurm
 from hybridsched.runtime.plan import RunPlan, build_plan
 from hybridsched.runtime.run_identity import identity_of, require_same
 from hybridsched.sample_queue.owner import identity_of_this_process, require_free
@@ -72,6 +73,14 @@ def plan_of(config: RunConfig, derived: Derived) -> RunPlan:
         cores=usable_cores(config) if local else (),
         oversubscribe=config.local.allow_oversubscribe,
     )
+
+
+def prepared_run(folder: Path, *, resume: bool) -> PreparedRun:
+    """A run that was prepared before, e.g. when it was submitted. Raises RunFolderError, ConfigError."""
+    run_id = str(read_run(folder)["run_id"])
+    config = load_config(folder / "config" / "resolved.yaml")
+    derived = derive(config)
+    return PreparedRun(folder, run_id, config, derived, plan_of(config, derived), resume)
 
 
 def check_everything(config: RunConfig) -> tuple[RunConfig, Derived]:
@@ -217,8 +226,9 @@ def _run_json(run_id: str, identity: dict[str, Any]) -> dict[str, Any]:
 def _enter(folder: Path, config: RunConfig, identity: dict[str, Any], *, resume: bool, force: bool) -> str:
     """The id of the run that may now begin or go on in this folder; with ``force`` an earlier one is removed."""
     existing = read_run(folder) if (folder / "run.json").exists() else None
-    if existing is not None and (resume or force) and config.launcher == "local":
-        require_free(folder, identity_of_this_process())  # its workers still read what would be written here
+    if existing is not None and (resume or force):  # its workers still read what would be written here
+        me = identity_of_this_process()
+        require_free(folder, me, slurm_says_gone=lambda owner: slurm.job_is_gone(owner.job_id))
     if not resume:
         _require_fresh(folder, existing, force)
         return f"{config.trainer.experiment_name}-{secrets.token_hex(4)}"
@@ -277,4 +287,13 @@ def _write_json(path: Path, data: dict[str, Any]) -> None:
     os.replace(tmp, path)
 
 
-__all__ = ["PreparedRun", "UserError", "check_everything", "plan_of", "prepare", "read_run", "usable_cores"]
+__all__ = [
+    "PreparedRun",
+    "UserError",
+    "check_everything",
+    "plan_of",
+    "prepare",
+    "prepared_run",
+    "read_run",
+    "usable_cores",
+]

@@ -156,11 +156,14 @@ class OwnerFence:
 
 
 def require_free(
-    run_folder: Path, identity: OwnerIdentity, is_alive: Callable[[OwnerIdentity], bool] = process_is_alive
+    run_folder: Path,
+    identity: OwnerIdentity,
+    is_alive: Callable[[OwnerIdentity], bool] = process_is_alive,
+    slurm_says_gone: Callable[[OwnerIdentity], bool] = never_gone,
 ) -> None:
     """Raise OwnershipLost when `OwnerFence.claim` would be refused now; claims and writes nothing."""
     owner = current_owner(run_folder)
-    refusal = "" if owner is None else _why_not(owner, identity, is_alive, never_gone)
+    refusal = "" if owner is None else _why_not(owner, identity, is_alive, slurm_says_gone)
     if owner is not None and refusal:
         raise OwnershipLost(_story(run_folder, owner, refusal))
 

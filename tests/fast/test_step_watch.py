@@ -19,8 +19,9 @@ from hybridsched.runtime.adapters.attempt import (
     write_agent,
     write_exit,
 )
-from hybridsched.slurm.launch_loop import Interruptions, StepWatch, judge, stop_bound_s
-from hybridsched.slurm.local import LocalStep
+from hybridsched.slurm.launch_loop import judge
+from hybridsched.slurm.step_watch import Interruptions, StepWatch, stop_bound_s
+from hybridsched.slurm.steps import Step
 
 CONFIG = load_config(
     None,
@@ -58,7 +59,7 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.step, self.interruptions, self.said, self.folder = FakeStep(), Interruptions(), list[str](), folder
-        self.watch = StepWatch(cast(LocalStep, self.step), folder, CONFIG, self.interruptions, self.said.append)
+        self.watch = StepWatch(cast(Step, self.step), folder, CONFIG, self.interruptions, self.said.append)
         assert self.watch.why_end(0.0) is None
 
 

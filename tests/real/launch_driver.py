@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridsched.config import load_config
 from hybridsched.runtime.prepare import prepare
-from hybridsched.slurm import launch_loop
+from hybridsched.slurm import launch_loop, step_watch
 
 EMULATED = [
     "actor_rollout_ref.actor.strategy=emulated",
@@ -31,7 +31,7 @@ def tell(**line: Any) -> None:
 
 
 if __name__ == "__main__":
-    launch_loop._SETTLE_S = launch_loop._GRACE_S = 1.0
+    step_watch.SETTLE_S = step_watch.GRACE_S = 1.0
     prepared = prepare(
         load_config(None, [*EMULATED, *sys.argv[3:], f"trainer.default_local_dir={sys.argv[1]}"]), resume=False
     )

@@ -1,6 +1,7 @@
 """The folder of one start of a run, `RUN/attempts/<k>/`: what launcher and agents tell each other through it.
 
     attempt.json       by the launcher, before anything starts: secret, mark, lifeline (readable by the owner only)
+    config.yaml        by the launcher, only when this start differs from config/resolved.yaml (fewer nodes)
     agent-<rank>.json  by each agent when it can take signals: which process it is
     result.json        by rank 0 at the end of the run: the only proof of success
     exit-<rank>.json   by each agent at its end: exit code, and what went wrong
@@ -23,14 +24,18 @@ from typing import Any
 from hybridsched.errors import FaultError, RunFolderError
 
 RESULT_FILE = "result.json"  #: written by runtime.build
-_ATTEMPT_FILE = "attempt.json"
+BEAT_LINE = "@beat"  #: what rank 0 prints now and then where its launcher cannot see the process
+ATTEMPT_FILE = "attempt.json"
 _LATEST = "latest"
 _MAX_RACES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptInfo:
-    """What every process of the attempt has to know. ``launcher``: its lifeline tag, "" when it is not on this host."""
+    """What every process of the attempt has to know. ``launcher``: its lifeline tag, "" when it is not on this host.
+
+    nodes: of a Slurm step, by rank: an agent finds its own rank here, whatever order Slurm started the tasks in.
+    """
 
     run_id: str
     attempt: int
@@ -38,21 +43,34 @@ class AttemptInfo:
     launch: str
     launcher: str
     socket_dir: str  #: private folder of the launcher's host; "": agents make their own
+    config: str = "config/resolved.yaml"  #: what this attempt works with, below the run folder
+    nodes: tuple[str, ...] = ()
+    batch_host: str = ""  #: node of the launch loop, in a Slurm job
+    batch_address: str = ""  #: HOST:PORT at which that node's Slurm daemon answers
+    can_requeue: bool = False  #: the job may be put back into the queue
+    note: str = ""  #: what is different this time, for people
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How one process, or a whole attempt, ended. ``kind``, ``text``: of the error, "" when there was none."""
+    """How one process, or a whole attempt, ended. ``kind``, ``text``: of the error, "" when there was none.
+
+    suspects: ranks whose nodes may be lost.
+    """
 
     exit_code: int
     kind: str = ""
     text: str = ""
     traceback: str = ""
     rank: int = 0
+    suspects: tuple[int, ...] = ()
 
 
 def new_attempt(run_folder: Path, run_id: str, launch: str, launcher: str, socket_dir: str) -> tuple[Path, AttemptInfo]:
-    """Create the next attempt's folder and make it the latest. Raises RunFolderError."""
+    """Create the next attempt's folder and make it the latest. Raises RunFolderError.
+
+    ``launch`` is of the launcher; the attempt's own mark has its number in it.
+    """
     parent = run_folder / "attempts"
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +83,8 @@ def new_attempt(run_folder: Path, run_id: str, launch: str, launcher: str, socke
             except FileExistsError:
                 continue  # another launcher took the number
             (folder / "logs").mkdir()
-            info = AttemptInfo(run_id, number, secrets.token_hex(16), launch, launcher, socket_dir)
-            _write(folder / _ATTEMPT_FILE, asdict(info), private=True)
+            info = AttemptInfo(run_id, number, secrets.token_hex(16), f"{launch}.{number}", launcher, socket_dir)
+            write_attempt(folder, info)
             _point(parent / _LATEST, str(number))
             return folder, info
     except OSError as error:
@@ -76,13 +94,20 @@ def new_attempt(run_folder: Path, run_id: str, launch: str, launcher: str, socke
     raise RunFolderError(f"{parent}: {_MAX_RACES} other launchers took a number in turn; start only one")
 
 
+def write_attempt(folder: Path, info: AttemptInfo) -> None:
+    """attempt.json, readable by the owner only."""
+    _write(folder / ATTEMPT_FILE, asdict(info), private=True)
+
+
 def read_attempt(folder: Path) -> AttemptInfo:
     """attempt.json. Raises FaultError."""
-    data = _read(folder / _ATTEMPT_FILE)
+    data = _read(folder / ATTEMPT_FILE)
     try:
-        return AttemptInfo(**data) if data is not None else _missing(folder / _ATTEMPT_FILE)
+        if data is None:
+            return _missing(folder / ATTEMPT_FILE)
+        return AttemptInfo(**{**data, "nodes": tuple(data.get("nodes", ()))})
     except TypeError as error:
-        raise FaultError(f"{folder / _ATTEMPT_FILE}: written by another version of hybridsched ({error})") from error
+        raise FaultError(f"{folder / ATTEMPT_FILE}: written by another version of hybridsched ({error})") from error
 
 
 def write_agent(folder: Path, rank: int, tag: str) -> None:
@@ -107,7 +132,8 @@ def read_exits(folder: Path) -> list[Ending]:
     for path in sorted(folder.glob("exit-*.json")):
         data = _read(path)
         if data is not None:
-            endings.append(Ending(**{key: data[key] for key in Ending.__dataclass_fields__ if key in data}))
+            known = {key: data[key] for key in Ending.__dataclass_fields__ if key in data}
+            endings.append(Ending(**{**known, "suspects": tuple(known.get("suspects", ()))}))
     return sorted(endings, key=lambda ending: ending.rank)
 
 
@@ -120,7 +146,9 @@ def read_result(folder: Path) -> Ending | None:
     code = int(data["exit_code"])
     if code == 0 and not data.get("ok"):
         code = 1
-    return Ending(code, str(error.get("kind", "")), str(error.get("text", "")), str(error.get("traceback", "")))
+    suspects = tuple(int(rank) for rank in error.get("suspects", ()))
+    kind, text, trace = (str(error.get(key, "")) for key in ("kind", "text", "traceback"))
+    return Ending(code, kind, text, trace, suspects=suspects)
 
 
 def _missing(path: Path) -> AttemptInfo:

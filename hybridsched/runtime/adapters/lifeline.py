@@ -100,9 +100,13 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_LAUNCHER_PREFIXES)}
 
 
-def carriers(marks: Mapping[str, str]) -> list[int]:
-    """Living processes of this user, without this one, whose environment carries all ``marks``."""
+def carriers(marks: Mapping[str, str], spared: Mapping[str, str] | None = None) -> list[int]:
+    """Living processes of this user, without this one, whose environment carries all ``marks``.
+
+    spared: those that carry one of these as well are not meant.
+    """
     wanted = {f"{name}={value}".encode() for name, value in marks.items()}
+    unwanted = {f"{name}={value}".encode() for name, value in (spared or {}).items()}
     if not wanted:
         raise ValueError("without a mark every process of the user would be meant")
     found = []
@@ -115,20 +119,22 @@ def carriers(marks: Mapping[str, str]) -> list[int]:
             carried = Path(entry.path, "environ").read_bytes().split(b"\0")
         except OSError:  # gone meanwhile, or not ours to look at
             continue
-        if wanted <= set(carried):
+        if wanted <= set(carried) and not unwanted & set(carried):
             found.append(int(entry.name))
     return sorted(found)
 
 
-def sweep(marks: Mapping[str, str], deadline_s: float) -> tuple[int, list[int]]:
-    """Kill everything that carries ``marks``, for at most ``deadline_s`` seconds.
+def sweep(
+    marks: Mapping[str, str], deadline_s: float, spared: Mapping[str, str] | None = None
+) -> tuple[int, list[int]]:
+    """Kill everything that carries ``marks`` (and none of ``spared``), for at most ``deadline_s`` seconds.
 
     Returns (how many were killed, those still there). Looks again after each round: a process may have been started
     between looking and killing.
     """
     killed: set[int] = set()
     end = time.monotonic() + deadline_s
-    while left := carriers(marks):
+    while left := carriers(marks, spared):
         if time.monotonic() > end:
             return len(killed), left
         for pid in left:
@@ -143,7 +149,16 @@ def sweep(marks: Mapping[str, str], deadline_s: float) -> tuple[int, list[int]]:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder for sockets (0700, short path) that lives as long as the block.
+    """`make_private_folder`, as long as the block lives."""
+    folder = make_private_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_private_folder() -> Path:
+    """A folder for sockets (0700, short path) on this host's own disk.
 
     Its name says which process made it, so that what a killed one left behind is removed by the next.
     """
@@ -153,18 +168,14 @@ def private_folder() -> Iterator[Path]:
         if found is None or start_ticks(int(found[1])) == int(found[2]):
             continue
         shutil.rmtree(entry.path, ignore_errors=True)  # another user's cannot be removed, and stays
-    folder = Path(tempfile.mkdtemp(prefix=f"hs-{os.getpid()}.{start_ticks(os.getpid())}-", dir=top))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"hs-{os.getpid()}.{start_ticks(os.getpid())}-", dir=top))
 
 
 def main(argv: list[str]) -> None:
     """Arm the parent-death signal, which survives exec, and become the command."""
     die_with(int(argv[1]))
     try:
-        os.execv(argv[2], argv[2:])
+        os.execvp(argv[2], argv[2:])
     except OSError as error:
         print(f"{argv[2]}: cannot be started: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127)

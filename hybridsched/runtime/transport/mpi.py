@@ -188,10 +188,11 @@ class MpiTransport:
             timer.cancel()
 
 
-def open_world(expected: int, *, bells: Path | None = None) -> MpiTransport:
+def open_world(expected: int, *, bells: Path | None = None, rank: int | None = None) -> MpiTransport:
     """Join MPI_COMM_WORLD. Raises FaultError when it has not the ``expected`` number of ranks.
 
-    bells: folder for the doorbells; only where all ranks are on one host.
+    bells: folder for the doorbells; only where all ranks are on one host. rank: which one of the plan this process is,
+    where the launcher started them in another order (all ranks say it, or none does).
     """
     mpi = _mpi()
     if not mpi.Is_initialized():
@@ -199,8 +200,13 @@ def open_world(expected: int, *, bells: Path | None = None) -> MpiTransport:
     size = mpi.COMM_WORLD.Get_size()
     if size != expected:
         raise FaultError(world_mismatch(size, expected, mpi.Get_library_version()))
-    bell = None if bells is None else Doorbell(bells, mpi.COMM_WORLD.Get_rank())
-    return MpiTransport(mpi.COMM_WORLD, bell)
+    world = mpi.COMM_WORLD
+    if rank is not None:  # a collective call; the launch loop's deadline for agents to come up bounds it
+        world = world.Split(0, rank)
+        if world.Get_rank() != rank:
+            raise FaultError(f"two agents claim rank {min(rank, world.Get_rank())}: two of the step are on one node")
+    bell = None if bells is None else Doorbell(bells, world.Get_rank())
+    return MpiTransport(world, bell)
 
 
 def world_mismatch(size: int, expected: int, library: str) -> str:
