@@ -20,8 +20,8 @@ def render(
     from hybridsched.config import load_config
     from hybridsched.errors import UserError
     from hybridsched.slurm.commands import call
+    from hybridsched.slurm.request import request_of
     from hybridsched.slurm.sites import site_choice
-    from hybridsched.slurm.submission import request_of
 
     config = load_config(run_yaml, ["launcher=slurm", *(overrides or [])])
     # Without Slurm there is nobody to ask about node names; the script is that of a Slurm without the PMIx bug.

@@ -7,21 +7,55 @@ from typing import Annotated, Any
 
 import typer
 
-from hybridsched.cli.console import print_json, print_pairs
+from hybridsched.cli.console import print_json, print_pairs, print_table
 
 
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Folder of the run; none: all in runs/.")] = None,
     json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Tell where a run is: its controller, last cycle, how its last start ended."""
     from hybridsched.runtime.prepare import read_run
 
-    found = {"run": str(read_run(run)["run_id"]), "controller": _controller(run), **_attempt(run), **_progress(run)}
+    if run is None:
+        _all_runs(Path("runs"), json)
+        return
+    about = {"run": str(read_run(run)["run_id"]), **_job([run]).get(run, {})}
+    found = about | {"controller": _controller(run), **_attempt(run), **_progress(run)}
     if json:
         print_json(found)
     else:
         print_pairs(found)
+
+
+def _all_runs(folder: Path, json: bool) -> None:
+    """One row a run; Slurm is asked once for all of them."""
+    runs = sorted(path.parent for path in folder.glob("*/run.json"))
+    if not runs and not json:
+        typer.echo(f"no runs in {folder}/; name a run's folder, or start one: hybridsched run, hybridsched submit")
+        return
+    jobs = _job(runs)
+    rows = [{"run": run.name, "job": "", **jobs.get(run, {}), **_attempt(run), **_progress(run)} for run in runs]
+    if json:
+        print_json(rows)
+        return
+    columns = ("run", "job", "attempt", "result", "last cycle")
+    print_table(columns, [[row.get(column, "") for column in columns] for row in rows])
+
+
+def _job(runs: list[Path]) -> dict[Path, dict[str, str]]:
+    """What Slurm says of the newest job of each run; a run that was never submitted is left out."""
+    from hybridsched.errors import FaultError, UserError
+    from hybridsched.slurm.state import states_of
+    from hybridsched.slurm.submission import read_jobs
+
+    jobs = {run: str(entries[-1]["job_id"]) for run in runs if (entries := read_jobs(run))}
+    try:
+        states = states_of(jobs.values()) if jobs else {}
+    except (FaultError, UserError) as error:
+        return {run: {"job": f"{job}: {error}"} for run, job in jobs.items()}
+    told = {job: state.told() for job, state in states.items()}
+    return {run: {"job": f"{job}: {told.get(job, 'not known to Slurm any more')}"} for run, job in jobs.items()}
 
 
 def _controller(run: Path) -> str:
@@ -35,6 +69,8 @@ def _controller(run: Path) -> str:
     here, there = identity_of_this_process(), owner.identity
     if here.host != there.host:
         return f"{there}; whether it is alive can only be told there"
+    if there.job_id:
+        return f"{there}; see job"
     alive = here.boot_id == there.boot_id and process_is_alive(there)
     return f"running ({there})" if alive else f"dead ({there}); go on with --resume"
 

@@ -24,7 +24,7 @@ from submitit.core.core import Job, R
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.slurm.slurm import SlurmExecutor
 
-from hybridsched.errors import ConfigError
+from hybridsched.errors import ConfigError, UserError
 from hybridsched.slurm import admission
 from hybridsched.slurm.components import Component, components_of, minutes_of
 from hybridsched.slurm.job import HetSlurmJob
@@ -70,6 +70,8 @@ class HetSlurmExecutor(SlurmExecutor):
     ) -> None:
         if "%" in os.fspath(folder):
             raise ConfigError(f"folder: {os.fspath(folder)!r} has a percent sign, a pattern to sbatch; rename it")
+        if self.affinity() < 0:
+            raise UserError("srun: not found; functions are submitted on a login node of a Slurm cluster")
         super().__init__(Path(folder), max_num_timeout=max_num_timeout, max_pickle_size_gb=max_pickle_size_gb)
         self.site = site if isinstance(site, SiteProfile) else load_site(site)
         self.rank_python = python

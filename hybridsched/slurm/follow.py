@@ -80,9 +80,7 @@ def statuses(folder: Path, after: tuple[float, int] = (0.0, -1)) -> list[Status]
                 "version": row.step,
                 "queue": int(row.values.get("dynamic_resource/mq_size", 0)),
                 "trained": int(trained),
-                "decision": f"{decisions[-1].entity}: {decisions[-1].new} ({decisions[-1].reason})"
-                if decisions
-                else "",
+                "decision": f"{last.entity}: {last.new} ({last.reason})" if last is not None else "",
                 "elapsed_s": row.time - began,
                 "metrics": row.values,
             }

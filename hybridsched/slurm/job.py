@@ -48,6 +48,13 @@ class HetWatcher(SlurmInfoWatcher):
         self._unknown_since: dict[str, float] = {}
         self.silent_since: float | None = None  #: since when Slurm has not answered (monotonic)
 
+    def register_job(self, job_id: str) -> None:
+        """Follow a job. What was known under its id is forgotten: another cluster may count the same numbers."""
+        super().register_job(job_id)
+        self._finished.discard(job_id)
+        self._info_dict.pop(job_id, None)
+        self._unknown_since.pop(job_id, None)
+
     def update(self) -> None:
         """Ask once about every job that is not over."""
         wanted = self._registered - self._finished

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import sys
 import time
@@ -126,7 +125,7 @@ def main(folder: str, environment: MutableMapping[str, str] = os.environ) -> int
     outcome = _outcome(paths, rank)
     try:
         save(outcome, paths.result_pickle)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - a __reduce__ of a user may raise anything
         outcome = ("error", f"the result of rank {rank} cannot be pickled: {error}\n{traceback.format_exc()}")
         save(outcome, paths.result_pickle)
     mark_end(marker, ok=outcome[0] == "success")

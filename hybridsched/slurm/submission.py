@@ -1,4 +1,4 @@
-"""A whole run as a Slurm job: what it asks for, its script, its submission, and the run afterwards.
+"""A whole run as a Slurm job: its submission, and the run afterwards.
 
     run = submit_run(load_config("run.yaml"))
     run.wait()                      # returns how it ended; bounded by the job's own life, or by timeout_s
@@ -7,7 +7,7 @@
 In the run folder: ``config/site.yaml`` (the profile of this submission), ``slurm/jobs.json`` (every job of this run),
 ``slurm/JOB_submission.sh``, ``slurm/JOB_batch.log``.
 
-Owns: the components of a run and their order, `jobs.json`, and the judgement how a submitted run ended.
+Owns: `jobs.json`, and the judgement how a submitted run ended. What a run asks for is the matter of `request`.
 
 Invariants
     What can be checked on a login node is checked before the run folder is touched; a refused submission leaves
@@ -24,21 +24,20 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hybridsched.config.checks import not_available
-from hybridsched.config.derived import derive
-from hybridsched.config.schema import ComponentConfig, RunConfig
+from hybridsched.config.schema import RunConfig
 from hybridsched.errors import ConfigError, DeadlineExceeded, FaultError, RunFolderError, UserError
 from hybridsched.runtime.adapters.attempt import Ending, read_result
 from hybridsched.runtime.prepare import prepare, read_run
-from hybridsched.slurm import admission, words
+from hybridsched.slurm import admission
 from hybridsched.slurm.commands import Call, call
-from hybridsched.slurm.components import PMIX_FIXED_IN, Component
-from hybridsched.slurm.sbatch import AGENT_SIGNAL, JobOptions, components_lines, log_pattern, render_run
+from hybridsched.slurm.launch_loop import judge
+from hybridsched.slurm.request import RunRequest, request_of
 from hybridsched.slurm.sites import SiteProfile, load_site, site_yaml
 from hybridsched.slurm.state import JobState, detailed, states_of
 
@@ -47,100 +46,8 @@ SILENT_AFTER_S = 900.0  #: of Slurm not answering, after which `SlurmRun.wait` g
 
 _JOBS_FILE = "jobs.json"
 _FIRST_POLL_S, _LONGEST_POLL_S = 1.0, 15.0
+_TAIL_LINES = 10
 _RESULT_S = 15.0  # a network file system may show the result that late
-
-
-@dataclass(frozen=True, slots=True)
-class RunRequest:
-    """What a run asks Slurm for: components in the order of their het groups."""
-
-    components: tuple[Component, ...]
-    site: SiteProfile
-    name: str
-    time: str
-    signal_before_end_s: int
-    folder: Path
-    working_folder: Path
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Roles of the components, in order."""
-        return tuple(one.role for one in self.components)
-
-    def script(self, prepare_command: Sequence[str] = ()) -> str:
-        """The sbatch script. prepare_command: lays out the run folder inside the job, () when that was done."""
-        home = self.working_folder if prepare_command else self.folder / "slurm"  # the log's folder has to be there
-        job = JobOptions(
-            name=self.name,
-            log=log_pattern(home, f"{self.name}-%j.log" if prepare_command else "%j_batch.log"),
-            signal=f"B:{AGENT_SIGNAL}@{self.signal_before_end_s}",
-            requeue=self.site.requeue,
-        )
-        return render_run(
-            components_lines(self.components, self.site, job, self.time),
-            self.site,
-            run_folder=self.folder,
-            working_folder=self.working_folder,
-            title=self.name,
-            roles=self.roles,
-            prepare=prepare_command,
-        )
-
-
-def request_of(config: RunConfig, site: SiteProfile | None = None, ask: Call | None = call) -> RunRequest:
-    """What a run asks for. ask: how to reach Slurm, for the order of components; None: Slurm is not asked.
-
-    Raises ConfigError for values that cannot stand in a script, UserError when no order of components is safe.
-    """
-    site = site if site is not None else load_site(config.slurm.site)
-    folder = Path(derive(config).run_folder).absolute()
-    components = [_component(config, "trainer")]
-    if config.rollout.nnodes > 0:
-        components.append(_component(config, "rollout"))
-    return RunRequest(
-        components=_ordered(components, site, ask),
-        site=site,
-        name=words.name(config.slurm.job_name or config.trainer.experiment_name, "slurm.job_name"),
-        time=config.slurm.time,
-        signal_before_end_s=config.slurm.signal_before_end_s,
-        folder=folder,
-        working_folder=Path.cwd(),
-    )
-
-
-def _component(config: RunConfig, role: str) -> Component:
-    wanted: ComponentConfig = getattr(config.slurm, role)
-    nodes = config.trainer if role == "trainer" else config.rollout
-    on_cpu = config.trainer.device == "cpu"
-    cores = wanted.cpus_per_task
-    if cores is None and on_cpu:
-        cores = nodes.n_gpus_per_node + 1
-    return Component(
-        nodes=nodes.nnodes,
-        gpus_per_node=0 if on_cpu else nodes.n_gpus_per_node,
-        role=role,
-        partition=wanted.partition,
-        account=wanted.account,
-        qos=wanted.qos,
-        constraint=wanted.constraint,
-        reservation=wanted.reservation,
-        cpus_per_task=cores,
-        mem=wanted.mem,
-        exclusive=wanted.exclusive,
-        gres=wanted.gres,
-        time=wanted.time,
-        options=wanted.extra,
-    )
-
-
-def _ordered(components: list[Component], site: SiteProfile, ask: Call | None) -> tuple[Component, ...]:
-    """Trainer first, but where an old Slurm starts MPI by PMIx: there by the names of the nodes (see `components`)."""
-    if site.mpi != "pmix" or len(components) == 1 or ask is None:
-        return tuple(components)
-    found = admission.version(ask)
-    if not found or found >= PMIX_FIXED_IN:
-        return tuple(components)
-    return tuple(components[index] for index in admission.pmix_order(components, ask))
 
 
 def prepare_here(config: RunConfig) -> Path:
@@ -348,7 +255,7 @@ class SlurmRun:
             self._sleep(_FIRST_POLL_S)
         if ending is not None:
             return ending
-        return Ending(FaultError.exit_code, "FaultError", self._no_result(detailed(self.job_id, self._ask) or found))
+        return self._without_result(detailed(self.job_id, self._ask) or found)
 
     def report(self) -> dict[str, Any]:
         """Write ``report.html`` into the run folder; returns the figures of `hybridsched report --json`.
@@ -365,11 +272,26 @@ class SlurmRun:
         """What the job script and the launch loop said."""
         return self.folder / "slurm" / f"{self.job_id}_batch.log"
 
-    def _no_result(self, found: JobState | None) -> str:
+    def _without_result(self, found: JobState | None) -> Ending:
+        """Never a success. What agents said of themselves comes first, then what Slurm and the job script say."""
+        newest, own = last_attempt(self.folder), None
+        if newest > self.after_attempt:
+            own = judge(self.folder / "attempts" / str(newest), None, stopped=False)
+            if own.exit_code == 0:
+                return own  # the result has come after all
         told = "nothing any more (it does not know the job)" if found is None else found.told()
-        codes = [f"component {one.offset}: {one.exit_code}" for one in (found.components if found else ())]
+        parts = found.components if found is not None else ()
+        codes = [f"component {one.offset}: {one.exit_code}" for one in parts if one.exit_code]
         exits = f" (exit codes {', '.join(codes)})" if codes else ""
-        return (
-            f"job {self.job_id} is over, but the run left no result; Slurm says {told}{exits}\n"
-            f"log of the job script: {self.log}"
-        )
+        text = f"job {self.job_id} is over, but the run left no result; Slurm says {told}{exits}"
+        lines = [text, *([own.text] if own is not None else []), f"log of the job script: {self.log}", *self._tail()]
+        code = own.exit_code if own is not None else FaultError.exit_code
+        return Ending(code, own.kind if own is not None else "FaultError", "\n".join(lines))
+
+    def _tail(self) -> list[str]:
+        """Last lines of the job script's log, indented; [] when there is none."""
+        try:
+            lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        return [f"    {line}" for line in lines[-_TAIL_LINES:]]

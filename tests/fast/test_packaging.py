@@ -49,7 +49,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("packaging")
     checkout = folder / "checkout"
     ignore = shutil.ignore_patterns("__pycache__")
-    for name in ("hybridsched", "policies", "templates"):
+    for name in ("hybridsched", "policies", "slurm", "templates"):
         shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignore)
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, checkout / name)
@@ -59,10 +59,10 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
     return zipfile.ZipFile(build("build_wheel", source, folder / "wheel"))
 
 
-@pytest.mark.parametrize("room", ["policies", "templates"])
-def test_the_wheel_holds_every_policy_and_template_as_an_ordinary_file(wheel, room):
+@pytest.mark.parametrize("room", ["policies", "templates", "slurm/sites"])
+def test_the_wheel_holds_every_policy_template_and_site_profile_as_an_ordinary_file(wheel, room):
     shipped = {path.name: path.read_bytes() for path in (ROOT / room).iterdir() if path.is_file()}
-    prefix = f"hybridsched/_data/{room}/"
+    prefix = f"hybridsched/_data/{Path(room).name}/"
     found = {name.removeprefix(prefix): wheel.read(name) for name in wheel.namelist() if name.startswith(prefix)}
     assert shipped == found
     assert shipped

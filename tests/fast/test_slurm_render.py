@@ -19,9 +19,9 @@ from hybridsched.cli import main as cli
 from hybridsched.config import check, load_config, notes
 from hybridsched.errors import ConfigError
 from hybridsched.slurm.components import Component
+from hybridsched.slurm.request import request_of
 from hybridsched.slurm.sbatch import JobOptions, components_lines, log_pattern, render_executor, render_run
 from hybridsched.slurm.sites import SiteProfile, load_site
-from hybridsched.slurm.submission import request_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).with_name("golden")
@@ -57,6 +57,20 @@ def test_every_example_renders_as_its_golden_file(rendered, path):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_a_right_configuration(path):
     assert [] == check(load_config(path))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_dry_run_of_every_example_prints_its_sizes(path, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(path)
+    # An engine another release brings is no fault of the example.
+    monkeypatch.setattr("hybridsched.config.checks.not_available", lambda _config: [])
+    monkeypatch.setattr("hybridsched.config.not_available", lambda _config: [])
+    assert 0 == cli.main(["run", str(path), "--dry-run"]), capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "dry run: nothing started" in out
+    assert f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}" in out
+    assert [] == list(tmp_path.iterdir())
 
 
 def test_the_published_experiment_says_that_it_needs_the_bridge():

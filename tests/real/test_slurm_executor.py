@@ -142,7 +142,10 @@ def test_the_exception_is_that_of_the_rank_that_failed(executor: HetSlurmExecuto
     assert "FAILED" == job.state
 
 
-def test_a_rank_that_dies_without_a_word_is_a_failure_and_never_completed(executor: HetSlurmExecutor) -> None:
+def test_a_rank_that_dies_without_a_word_is_a_failure_and_never_completed(
+    executor: HetSlurmExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "_SHARED_FILES_S", 2.0)
     executor.update_parameters(teardown=["exit 0"])  # a script that hides the exit code of its step
     job = executor.submit(os._exit, 0)
     until(lambda: (found := detailed(job.job_id)) and found.state == "COMPLETED", "Slurm thinks that it went well")
