@@ -12,11 +12,11 @@ Does not: patch Megatron (megatron_cpu does, only where there is no CUDA), or su
 
 from __future__ import annotations
 
-import functools
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,10 @@ from torch import Tensor
 
 from hybridsched.config.schema import RunConfig
 from hybridsched.errors import ConfigError, HybridschedError, InternalError
-from hybridsched.model import TensorSpec, TokenArray
+from hybridsched.model import TensorSpec
 from hybridsched.models import hf_folder
 from hybridsched.trainers import megatron_checkpoint, megatron_cpu
-from hybridsched.trainers.base import TrainBatch, TrainerGroup, TrainResult
+from hybridsched.trainers.base import TrainerGroup
 from hybridsched.trainers.losses import MiniBatchSize
 from hybridsched.trainers.megatron_bridge import BridgeWeights
 from hybridsched.trainers.megatron_groups import MegatronGroups
@@ -40,20 +40,6 @@ from hybridsched.trainers.policy_trainer import LogProbs, PolicyTrainer, Row
 from hybridsched.trainers.train_metrics import BatchTally
 from hybridsched.trainers.trajectories import Trajectory
 from hybridsched.trainers.version_history import VersionHistory
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _in_megatron(method: Callable[P, R]) -> Callable[P, R]:
-    """The worker calls trainer methods from any of its threads; Megatron's stand-ins for CUDA are per thread."""
-
-    @functools.wraps(method)
-    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-        with megatron_cpu.scope():
-            return method(*args, **kwargs)
-
-    return inside
 
 
 class MegatronTrainer(PolicyTrainer):
@@ -75,7 +61,6 @@ class MegatronTrainer(PolicyTrainer):
         self._dropped = DroppedBuffers()
         self._parameters_away = False
 
-    @_in_megatron
     def start(self, group: TrainerGroup) -> None:
         actor = self._config.actor_rollout_ref.actor
         model = hf_folder.load_config(self._model_folder)
@@ -118,14 +103,6 @@ class MegatronTrainer(PolicyTrainer):
         self._fail_together(problem)
 
     # -- training -----------------------------------------------------------------------------------------------------
-
-    @_in_megatron
-    def train(self, batch: TrainBatch) -> TrainResult:
-        return super().train(batch)
-
-    @_in_megatron
-    def logprobs(self, sequences: Sequence[tuple[TokenArray, TokenArray]], temperature: float) -> list[Any]:
-        return super().logprobs(sequences, temperature)
 
     @property
     def _steps(self) -> int:
@@ -195,7 +172,6 @@ class MegatronTrainer(PolicyTrainer):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    @_in_megatron
     def save_checkpoint(self, folder: Path) -> None:
         self._require_resident("save_checkpoint")
         rank, groups = self._groups.rank, self._groups
@@ -213,7 +189,6 @@ class MegatronTrainer(PolicyTrainer):
         self._fail_together(problem)
         self._tick()
 
-    @_in_megatron
     def load_checkpoint(self, folder: Path) -> None:
         self._require_resident("load_checkpoint")
         problem: HybridschedError | None = None
@@ -236,10 +211,10 @@ class MegatronTrainer(PolicyTrainer):
 
 def _require_megatron() -> None:
     """Import Megatron Core, with its stand-ins for CUDA where there is none. Raises ConfigError when it is missing."""
-    megatron_cpu.prepare()
     try:
-        with megatron_cpu.scope():
-            import megatron.core  # noqa: F401
+        if importlib.util.find_spec("megatron") is not None:
+            megatron_cpu.prepare()  # before the import, and only where there is something to import
+        import megatron.core  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"actor_rollout_ref.actor.strategy is megatron, but Megatron Core cannot be imported ({error}); "

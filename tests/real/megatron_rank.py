@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from hybridsched.config.derived import data_parallel_rank, data_parallel_size
 from hybridsched.config.schema import RunConfig
 from hybridsched.errors import HybridschedError
+from hybridsched.trainers import megatron_checkpoint
 from hybridsched.trainers.base import TrainBatch, TrainerGroup
 from hybridsched.trainers.batching import partition_samples
 from hybridsched.trainers.megatron_trainer import MegatronTrainer
@@ -140,6 +141,31 @@ def offload(r: Rank) -> dict[str, Any]:
     after = r.weights()
     same = [all(np.array_equal(before[n], other[n]) for n in before) for other in (during, after)]
     return {"freed": (kept, rest), "same": same, "refused": refused}
+
+
+def memory(r: Rank) -> dict[str, Any]:
+    """Resident bytes along an offload, and the highest while weights are handed out and written."""
+    r.trainer.train(r.batch(0))
+    out = {"trained": _resident()}
+    out["freed_state"] = r.trainer.offload(keep_parameters=True)
+    out["without_state"] = _resident()
+    out["freed_parameters"] = r.trainer.offload(keep_parameters=False)
+    out["without_parameters"] = _resident()
+    r.trainer.onload()
+    out["back"] = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident()
+    out["largest"] = max(tensor.numel() * tensor.element_size() for _, tensor in r.trainer.iter_weights())
+    folder = r.folder / "export"
+    folder.mkdir(exist_ok=True)
+    megatron_checkpoint.save_model(folder, r.trainer._weights, r.rank, r.model)
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    out["peak_of_handing_out"] = int(peak.split()[1]) * 1024 - before
+    return out
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def checkpoint_before_the_first_step(r: Rank) -> bool:

@@ -68,6 +68,9 @@ POISONED = [name for name, _, _, checks in DENSE if "refuse_poison" in checks]
 OFFLOADED = [name for name, _, _, checks in DENSE if "offload" in checks]
 KIND = {name: kind for name, kind, _, _ in DENSE}
 EXPERTS = 4
+#: 11M parameters, 44 MB: what is freed stands out from what a process takes and gives back anyway.
+LARGE = replace(MODELS["untied"], hidden_size=512, intermediate_size=1536, num_hidden_layers=4, head_dim=64)
+MB = 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,6 +91,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                     parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
         out[name] = tmp_path_factory.mktemp(name)
         hf_folder.save_hf(model, out[name])
+    out["large"] = tmp_path_factory.mktemp("large")
+    hf_folder.save_hf(seeded_init(LARGE, seed=3), out["large"])
     out["moe"] = _mixture_of_experts(tmp_path_factory.mktemp("moe"))
     return out
 
@@ -125,6 +130,9 @@ def answers(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         config = job_config(models["moe"], sizes)
         world = config["trainer"]["n_gpus_per_node"]
         stages[world].append(stage(folder, name, config, experts))
+    for name, sizes in (("one large", {}), ("tp2 large", {"tp": 2})):
+        config = job_config(models["large"], sizes)
+        stages[config["trainer"]["n_gpus_per_node"]].append(stage(folder, name, config, ["memory"]))
     for name, kind, sizes, source in RESUMED:
         config = job_config(models[kind], sizes)
         extra = {"checkpoint": str(folder / source / "checkpoint")}
@@ -241,6 +249,27 @@ def test_offloading_frees_state_then_parameters_and_brings_the_same_bits_back(an
         assert min(found["freed"]) > 0
         assert [True, True] == found["same"]
         assert "parameters are offloaded" in found["refused"]
+
+
+@pytest.mark.parametrize("name", ["one large", "tp2 large"])
+def test_offloaded_memory_is_really_given_back_to_the_system(answers, name):
+    for rank in answers[name]:
+        found = rank["memory"]
+        state, parameters = found["freed_state"], found["freed_parameters"]
+        assert min(state, parameters) > 20 * MB
+        assert state > 2.9 * parameters  # gradients and two moments
+        assert found["trained"] - found["without_state"] > 0.8 * state
+        assert found["without_state"] - found["without_parameters"] > 0.8 * parameters
+        assert abs(found["back"] - found["trained"]) < 0.5 * parameters
+
+
+@pytest.mark.parametrize("name", ["one large", "tp2 large"])
+def test_handing_out_and_writing_weights_needs_a_few_tensors_and_no_second_model(answers, name):
+    for rank in answers[name]:
+        found = rank["memory"]
+        bound = 6 * found["largest"] + 4 * MB
+        assert bound < 0.6 * len(answers[name]) * found["freed_parameters"]
+        assert found["peak_of_handing_out"] < bound
 
 
 @pytest.mark.parametrize("name", [*SAVED, "ep2 moe", "pp2 moe"])
