@@ -5,8 +5,8 @@
     trainer_state.pt     steps, version history, sizes (rank 0)
     rng_rank{r}.pt       random states of rank r
 
-Invariants: a checkpoint loads under other TP, PP, EP and DP sizes, and bit for bit under the same; all of it is on disk
-when `save` returns on every rank. Megatron's own writer is not used: it forks from a process full of threads, waits for
+Invariants: a checkpoint loads under other TP, PP, EP and DP sizes, and bit for bit under the same (two exceptions are
+refused by name); all of it is on disk when `save` returns on every rank. Megatron's own writer is not used: it forks from a process full of threads, waits for
 the child without a bound, and leaves a manager process behind; torch's writer stores the same format in this process.
 
 Does not: make the folder or publish it (the caller renames it), or decide when.
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from hybridsched.config.schema import MegatronConfig
 from hybridsched.errors import FaultError, RunFolderError
 from hybridsched.models import hf_folder
 from hybridsched.trainers import megatron_cpu
@@ -87,8 +88,12 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
     write_state(folder / STATE, {"format": FORMAT, **state})
 
 
-def load_state(folder: Path) -> dict[str, Any]:
-    """What `save_state` wrote. Raises RunFolderError when it is another trainer's, or another version's."""
+def load_state(folder: Path, sizes: MegatronConfig) -> dict[str, Any]:
+    """What `save_state` wrote.
+
+    Raises RunFolderError when it is another trainer's or another version's, or when the optimizer of ``sizes`` cannot
+    take its state over.
+    """
     if not (folder / SHARDS).is_dir():
         raise RunFolderError(
             f"{folder}: has no {SHARDS}/, so it is no checkpoint of the Megatron trainer; resume with the "
@@ -101,7 +106,24 @@ def load_state(folder: Path) -> dict[str, Any]:
             f"{folder / STATE}: format {state.get('format')!r}, this version of hybridsched reads {FORMAT}; "
             "resume with the version that wrote it"
         )
+    _require_same_optimizer(folder, state["sizes"], sizes)
     return state
+
+
+def _require_same_optimizer(folder: Path, before: dict[str, Any], now: MegatronConfig) -> None:
+    """Megatron lays optimizer state out in three ways between which it does not convert."""
+    changes = []
+    if before["use_distributed_optimizer"] != now.use_distributed_optimizer:
+        changes.append(f"use_distributed_optimizer was {str(before['use_distributed_optimizer']).lower()}")
+    if (before["expert_model_parallel_size"] > 1) != (now.expert_model_parallel_size > 1):
+        changes.append(
+            f"expert_model_parallel_size was {before['expert_model_parallel_size']} (1 and more keep experts apart)"
+        )
+    if changes:
+        raise RunFolderError(
+            f"{folder}: its optimizer state cannot be taken over: actor_rollout_ref.actor.megatron."
+            f"{' and '.join(changes)}; set it back (other sizes may change), or start a new run from {folder / MODEL}"
+        )
 
 
 def save_random_states(folder: Path, rank: int, device: torch.device) -> None:

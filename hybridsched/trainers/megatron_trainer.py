@@ -194,7 +194,7 @@ class MegatronTrainer(PolicyTrainer):
         problem: HybridschedError | None = None
         state: dict[str, Any] = {}
         try:
-            state = megatron_checkpoint.load_state(folder)
+            state = megatron_checkpoint.load_state(folder, self._groups.sizes)
         except HybridschedError as error:
             problem = error
         self._fail_together(problem)

@@ -231,9 +231,8 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "
 
 
 def test_a_mixture_of_experts_is_described_as_transformers_describes_it(tmp_path: Path) -> None:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, **MOE
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = transformers.Qwen3MoeConfig(vocab_size=64, num_hidden_layers=2, **sizes, **MOE)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     ours = check_model(tmp_path)
     assert ("qwen3_moe", 4, 2, 8) == (

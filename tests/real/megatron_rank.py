@@ -215,6 +215,15 @@ def resume(r: Rank) -> dict[str, Any]:
     return {"restored": restored, "metrics": result.metrics, "moved_weights": r.weights()}
 
 
+def resume_refused(r: Rank) -> str:
+    """What is said of a checkpoint that these sizes cannot take over."""
+    try:
+        r.trainer.load_checkpoint(Path(r.job["checkpoint"]))
+    except HybridschedError as error:
+        return str(error)
+    return ""
+
+
 def refuse_poison(r: Rank) -> dict[str, Any]:
     """A sample whose log-prob makes the loss infinite."""
     before = r.weights()

@@ -137,6 +137,9 @@ def answers(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         config = job_config(models[kind], sizes)
         extra = {"checkpoint": str(folder / source / "checkpoint")}
         stages[config["trainer"]["n_gpus_per_node"]].append(stage(folder, name, config, ["resume"], **extra))
+    for name, kind, sizes, source in NOT_RESUMED:
+        extra = {"checkpoint": str(folder / source / "checkpoint")}
+        stages[1].append(stage(folder, name, job_config(models[kind], sizes), ["resume_refused"], **extra))
     out: dict[str, list[dict[str, Any]]] = {}
     for world in (2, 1, 4):  # two before one: ranks resume from the checkpoints of two
         ranks = run_job(folder / f"world{world}", stages[world])
@@ -151,7 +154,11 @@ RESUMED: list[tuple[str, str, dict[str, Any], str]] = [
     ("tp2 from pp2", "tied", {"tp": 2}, "pp2 tied"),
     ("dp2 from tp2", "tied", {"dp": 2}, "tp2 tied"),
     ("one from dp2", "tied", {}, "dp2 tied"),
+]
+NOT_RESUMED: list[tuple[str, str, dict[str, Any], str]] = [
     ("one from ep2", "moe", {}, "ep2 moe"),
+    ("plain from dp2", "tied", {"use_distributed_optimizer": False}, "dp2 tied"),
+    ("one from a torch checkpoint", "tied", {}, "nowhere"),
 ]
 
 
@@ -303,6 +310,18 @@ def test_a_checkpoint_resumes_under_other_sizes(answers, name, source):
         assert written["metrics"][0] == pytest.approx(found["metrics"], rel=1e-4, abs=1e-5)
         for key, value in written["moved_weights"].items():
             assert np.allclose(value, found["moved_weights"][key], rtol=0, atol=5e-5), key
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("one from ep2", "expert_model_parallel_size was 2"),
+        ("plain from dp2", "use_distributed_optimizer was true"),
+        ("one from a torch checkpoint", "no checkpoint of the Megatron trainer"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_taken_over_is_refused_with_its_reason(answers, name, says):
+    assert says in answers[name][0]["resume_refused"]
 
 
 @pytest.mark.parametrize("name", POISONED)
