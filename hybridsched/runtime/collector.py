@@ -186,7 +186,7 @@ class Collector:
         self._lending.note_trained(self._s.clock.now() - began)
         result = results[0]
         record.timing_s, record.train = result.timing_s, result.metrics
-        record.tokens, record.samples = sum(r.n_tokens for r in results), len(rows)
+        record.tokens, record.samples = sum(row.n_tokens for row in rows), len(rows)  # ranks may share samples
         for row in rows:
             age = self._age(row)
             self._hooks.cycle().ages.append(age)

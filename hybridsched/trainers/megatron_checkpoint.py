@@ -5,9 +5,10 @@
     trainer_state.pt     steps, version history, sizes (rank 0)
     rng_rank{r}.pt       random states of rank r
 
-Invariants: a checkpoint loads under other TP, PP, EP and DP sizes, and bit for bit under the same (two exceptions are
-refused by name); all of it is on disk when `save` returns on every rank. Megatron's own writer is not used: it forks from a process full of threads, waits for
-the child without a bound, and leaves a manager process behind; torch's writer stores the same format in this process.
+Invariants: a checkpoint loads under other TP, PP, EP and DP sizes, and bit for bit under the same (what Megatron cannot
+convert is refused by name); all of it is on disk when `save` returns on every rank. Megatron's own writer is not used:
+it forks from a process full of threads, waits for the child without a bound, and leaves a manager process behind;
+torch's writer stores the same format in this process.
 
 Does not: make the folder or publish it (the caller renames it), or decide when.
 """
