@@ -47,10 +47,6 @@ def not_available(config: RunConfig) -> list[str]:
     missing: list[tuple[str, str]] = []
     if rollout.name == "vllm":
         missing.append((f"{_ROLLOUT}.name=vllm", "use torch or emulated"))
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy == "megatron" and actor.megatron.context_parallel_size > 1:
-        what = f"{_ACTOR}.megatron.context_parallel_size={actor.megatron.context_parallel_size}"
-        missing.append((what, "share long sequences out by tensor_model_parallel_size instead"))
     if config.launcher == "slurm":
         missing.append(("launcher=slurm", "use launcher: local"))
     if config.rollout.agent is not None:

@@ -33,9 +33,10 @@ class MegatronGroups(Collectives):
         self._config = config
         self.sizes = config.actor_rollout_ref.actor.megatron
         self.tp, self.pp = self.sizes.tensor_model_parallel_size, self.sizes.pipeline_model_parallel_size
+        self.cp = self.sizes.context_parallel_size
         self.ep = self.sizes.expert_model_parallel_size
         self.etp = self.sizes.expert_tensor_parallel_size or self.tp
-        self.dp = group.world_size // (self.tp * self.pp * self.sizes.context_parallel_size)
+        self.dp = group.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def gathers(self) -> bool:
@@ -59,7 +60,7 @@ class MegatronGroups(Collectives):
             parallel_state.initialize_model_parallel(
                 self.tp,
                 self.pp,
-                context_parallel_size=self.sizes.context_parallel_size,
+                context_parallel_size=self.cp,
                 expert_model_parallel_size=self.ep,
                 expert_tensor_parallel_size=self.etp,
                 distributed_timeout_minutes=group.timeout_s / 60.0,
@@ -74,6 +75,8 @@ class MegatronGroups(Collectives):
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.ep_rank = parallel_state.get_expert_model_parallel_rank()
         self.etp_rank = parallel_state.get_expert_tensor_parallel_rank()
+        self.cp_rank = parallel_state.get_context_parallel_rank()
+        self.cp_group = parallel_state.get_context_parallel_group() if self.cp > 1 else None
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.ep_group = parallel_state.get_expert_model_parallel_group()

@@ -213,12 +213,6 @@ def test_what_this_release_cannot_run_is_accepted_and_listed() -> None:
     assert [] == not_available(build(MEGATRON))
 
 
-def test_context_parallelism_is_not_available_yet() -> None:
-    (line,) = not_available(build(MEGATRON, {f"{SIZES}.context_parallel_size": 2}))
-    assert "megatron.context_parallel_size=2" in line
-    assert "tensor_model_parallel_size" in line
-
-
 def test_settings_without_effect_are_noted_not_refused() -> None:
     assert [] == notes(build(EMULATED))
     values = {"async_training.partial_rollout": False, "rollout.kv_on_sync": "keep", "trainer.test_freq": 5}

@@ -50,7 +50,12 @@ LOOK = ["weights_equal_the_folder", "whole_vocabulary", "give_up_a_walk"]
 DENSE = [
     ("one tied", "tied", {}, [*ALL, "refuse_poison"]),
     ("one untied", "untied", {}, LOOK),
-    ("one llama", "llama", {"use_distributed_optimizer": False, "recompute": "selective"}, [*LOOK, "train", "checkpoint"]),
+    (
+        "one llama",
+        "llama",
+        {"use_distributed_optimizer": False, "recompute": "selective"},
+        [*LOOK, "train", "checkpoint"],
+    ),
     ("one qwen2", "qwen2", {"recompute": "full"}, [*LOOK, "train"]),
     ("tp2 tied", "tied", {"tp": 2}, [*ALL, "refuse_poison"]),
     ("tp2 untied", "untied", {"tp": 2}, [*LOOK, "train", "checkpoint"]),
@@ -58,10 +63,13 @@ DENSE = [
     ("pp2 untied", "untied", {"pp": 2, "use_distributed_optimizer": False}, [*LOOK, "train"]),
     ("dp2 tied", "tied", {"dp": 2}, [*ALL, "refuse_poison"]),
     ("dp2 qwen2", "qwen2", {"dp": 2, "use_distributed_optimizer": False}, [*LOOK, "train"]),
+    ("cp2 tied", "tied", {"cp": 2}, [*ALL, "refuse_poison"]),
+    ("cp2 qwen2", "qwen2", {"cp": 2, "recompute": "full"}, [*LOOK, "train"]),
+    ("cp2 tp2 llama", "llama", {"cp": 2, "tp": 2}, [*LOOK, "train"]),
     ("tp2 pp2 tied", "tied", {"tp": 2, "pp": 2}, [*LOOK, "train"]),
     ("tp2 pp2 untied", "untied", {"tp": 2, "pp": 2}, LOOK),
 ]
-EVERYTHING = [("tp2 everything", {"tp": 2}), ("pp2 everything", {"pp": 2}), ("dp2 everything", {"dp": 2})]
+EVERYTHING = [(f"{size}2 everything", {size: 2}) for size in ("tp", "pp", "dp", "cp")]
 NAMES = [name for name, *_ in DENSE]
 TRAINED = [name for name, _, _, checks in DENSE if "train" in checks]
 SAVED = [name for name, _, _, checks in DENSE if "checkpoint" in checks]
