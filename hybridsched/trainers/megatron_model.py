@@ -165,4 +165,4 @@ def _gpt_model(config: ModelConfig, megatron: Any, groups: MegatronGroups, devic
         position_embedding_type="rope",
         rotary_base=config.rope_theta,
     )
-    return model.to(device)
+    return model.to(device=device, dtype=megatron.params_dtype)  # Megatron's torch norms are always float32

@@ -28,6 +28,7 @@ SHARDED = [
     "trainer.n_gpus_per_node=2",
     "weight_sync.verify=probe",
     "weight_sync.probe_tolerance=1e-4",
+    "async_training.dynamic_schedule_policy=fixed_ratio",
 ]
 TENSOR = [*SHARDED, f"{MEGATRON}.tensor_model_parallel_size=2"]
 

@@ -47,6 +47,7 @@ ALL = [
     "checkpoint",
 ]
 LOOK = ["weights_equal_the_folder", "whole_vocabulary", "give_up_a_walk"]
+PLAIN = {"use_distributed_optimizer": False}
 DENSE = [
     ("one tied", "tied", {}, [*ALL, "refuse_poison"]),
     ("one untied", "untied", {}, LOOK),
@@ -60,9 +61,9 @@ DENSE = [
     ("tp2 tied", "tied", {"tp": 2}, [*ALL, "refuse_poison"]),
     ("tp2 untied", "untied", {"tp": 2}, [*LOOK, "train", "checkpoint"]),
     ("pp2 tied", "tied", {"pp": 2}, [*ALL, "refuse_poison"]),
-    ("pp2 untied", "untied", {"pp": 2, "use_distributed_optimizer": False}, [*LOOK, "train"]),
+    ("pp2 untied", "untied", {"pp": 2, **PLAIN}, [*LOOK, "train"]),
     ("dp2 tied", "tied", {"dp": 2}, [*ALL, "refuse_poison"]),
-    ("dp2 qwen2", "qwen2", {"dp": 2, "use_distributed_optimizer": False}, [*LOOK, "train"]),
+    ("dp2 qwen2", "qwen2", {"dp": 2, **PLAIN}, [*LOOK, "train"]),
     ("cp2 tied", "tied", {"cp": 2}, [*ALL, "refuse_poison"]),
     ("cp2 qwen2", "qwen2", {"cp": 2, "recompute": "full"}, [*LOOK, "train"]),
     ("cp2 tp2 llama", "llama", {"cp": 2, "tp": 2}, [*LOOK, "train"]),
@@ -183,7 +184,7 @@ RESUMED: list[tuple[str, str, dict[str, Any], str]] = [
 ]
 NOT_RESUMED: list[tuple[str, str, dict[str, Any], str]] = [
     ("one from ep2", "moe", {}, "ep2 moe"),
-    ("plain from dp2", "tied", {"use_distributed_optimizer": False}, "dp2 tied"),
+    ("plain from dp2", "tied", PLAIN, "dp2 tied"),
     ("one from a torch checkpoint", "tied", {}, "nowhere"),
 ]
 
