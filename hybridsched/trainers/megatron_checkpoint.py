@@ -16,6 +16,7 @@ Does not: make the folder or publish it (the caller renames it), or decide when.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,35 +36,44 @@ FORMAT = 1
 SHARDS, MODEL, STATE = "megatron", "model", "trainer_state.pt"
 
 
-def save_shards(folder: Path, optimizer: MegatronOptimizer, rank: int, barrier: Callable[[str], None]) -> None:
-    """Model and optimizer, all ranks' pieces. Collective. Raises FaultError when something cannot be written."""
+def make_folder(folder: Path) -> None:
+    """Where the shards go; before `save_shards`, on one rank. Raises FaultError."""
+    try:
+        (folder / SHARDS).mkdir(exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder / SHARDS, error) from error
+
+
+def save_shards(folder: Path, optimizer: MegatronOptimizer, rank: int) -> None:
+    """Model and optimizer, all ranks' pieces. Collective. Raises FaultError on every rank when one cannot write."""
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
     target = folder / SHARDS
     try:
-        target.mkdir(exist_ok=True)
-        barrier("making the checkpoint folder")
         dist_checkpointing.save(optimizer.sharded_state(loading=False), str(target), _strategy())
         _sync_files(target, rank)
+    except CheckpointException as error:  # what any rank ran into, on all of them
+        raise _unwritable(target, _first(error)) from error
     except (OSError, RuntimeError) as error:
-        raise FaultError(
-            f"checkpoint: {target} cannot be written ({error}); free space or fix permissions, then resume"
-        ) from error
-    barrier("writing the checkpoint")
+        raise _unwritable(target, error) from error
 
 
 def load_shards(folder: Path, optimizer: MegatronOptimizer, steps: int) -> None:
     """Put model and optimizer back. Collective. Raises RunFolderError when the checkpoint is not usable."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     source = folder / SHARDS
     try:
         state = dist_checkpointing.load(optimizer.sharded_state(loading=True), str(source))
-    except (OSError, RuntimeError, KeyError, CheckpointingException) as error:
-        raise RunFolderError(
-            f"{source} cannot be read ({error}); resume from an older checkpoint (trainer.resume_from_path)"
-        ) from error
+    except CheckpointException as error:
+        raise _unreadable(source, _first(error)) from error
+    except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.PickleError) as error:
+        raise _unreadable(source, error) from error
+    except CheckpointingException as error:
+        raise _unreadable(source, error) from error
     optimizer.load_sharded_state(state, steps)
 
 
@@ -77,9 +87,7 @@ def save_model(folder: Path, weights: WeightMap | BridgeWeights, rank: int, comp
     try:
         hf_folder.save_weights(weights.config, weights.specs(), tensors, folder / MODEL, extra_files_from=companions)
     except OSError as error:
-        raise FaultError(
-            f"checkpoint: {folder / MODEL} cannot be written ({error}); free space or fix permissions, then resume"
-        ) from error
+        raise _unwritable(folder / MODEL, error) from error
     finally:
         tensors.close()
 
@@ -168,6 +176,24 @@ def _strategy() -> Any:
             )
 
     return InProcess("torch_dist", 1)
+
+
+def _first(error: Any) -> BaseException:
+    """The first of the failures that torch's checkpointing collected from the ranks."""
+    failures: dict[int, Any] = error.failures
+    rank = min(failures)
+    cause = failures[rank][0]
+    return RuntimeError(f"rank {rank}: {type(cause).__name__}: {cause}")
+
+
+def _unwritable(path: Path, error: BaseException) -> FaultError:
+    return FaultError(f"checkpoint: {path} cannot be written ({error}); free space or fix permissions, then resume")
+
+
+def _unreadable(path: Path, error: BaseException) -> RunFolderError:
+    return RunFolderError(
+        f"{path} cannot be read ({error}); resume from an older checkpoint (trainer.resume_from_path)"
+    )
 
 
 def _sync_files(folder: Path, rank: int) -> None:

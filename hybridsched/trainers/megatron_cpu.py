@@ -86,6 +86,8 @@ def _cuda_means_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         device = kwargs.get("device")
         if device is not None and str(device).startswith("cuda"):
             kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False  # nothing is copied to a GPU
         return make(*args, **kwargs)
 
     return made

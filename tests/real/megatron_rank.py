@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
@@ -205,6 +206,40 @@ def checkpoint(r: Rank) -> dict[str, Any]:
         "saved": saved,
         "moved_weights": moved,
     }
+
+
+def full_disk(r: Rank) -> dict[str, Any]:
+    """No file may grow beyond a few bytes: saving fails everywhere, and works when there is space again."""
+    folder = r.folder / "full"
+    folder.mkdir(exist_ok=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = ""
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+        r.trainer.save_checkpoint(folder)
+    except HybridschedError as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    weights = r.weights()
+    r.trainer.save_checkpoint(folder)
+    r.trainer.train(r.batch(8))
+    r.trainer.load_checkpoint(folder)
+    after = r.weights()
+    return {"said": said, "works_again": all(np.array_equal(weights[n], after[n]) for n in weights)}
+
+
+def damaged_shard(r: Rank) -> str:
+    """A file of the newest checkpoint was cut short."""
+    folder = r.folder / "checkpoint"
+    if r.rank == 0:
+        for path in (folder / "megatron").glob("*.distcp"):
+            os.truncate(path, 100)
+    try:
+        r.trainer.load_checkpoint(folder)
+    except HybridschedError as error:
+        return str(error)
+    return ""
 
 
 def resume(r: Rank) -> dict[str, Any]:

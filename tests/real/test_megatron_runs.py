@@ -23,12 +23,15 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 CYCLES = 4
 S = 8  #: samples of a cycle
 MEGATRON = "actor_rollout_ref.actor.megatron"
+PARTS = Path(__file__).parents[1] / "faults" / "slow_parts.py"  #: generation that takes its time, and always lends
 SHARDED = [
     "actor_rollout_ref.actor.strategy=megatron",
     "trainer.n_gpus_per_node=2",
     "weight_sync.verify=probe",
     "weight_sync.probe_tolerance=1e-4",
-    "async_training.dynamic_schedule_policy=fixed_ratio",
+    f"async_training.dynamic_schedule_policy={PARTS}:EverySecondCycle",
+    f"reward.function={PARTS}:reward",
+    "reward.kwargs={seconds: 0.1}",
 ]
 TENSOR = [*SHARDED, f"{MEGATRON}.tensor_model_parallel_size=2"]
 

@@ -49,7 +49,7 @@ ALL = [
 LOOK = ["weights_equal_the_folder", "whole_vocabulary", "give_up_a_walk"]
 PLAIN = {"use_distributed_optimizer": False}
 DENSE = [
-    ("one tied", "tied", {}, [*ALL, "refuse_poison"]),
+    ("one tied", "tied", {}, [*ALL, "refuse_poison", "full_disk", "damaged_shard"]),
     ("one untied", "untied", {}, LOOK),
     (
         "one llama",
@@ -58,13 +58,13 @@ DENSE = [
         [*LOOK, "train", "checkpoint"],
     ),
     ("one qwen2", "qwen2", {"recompute": "full"}, [*LOOK, "train"]),
-    ("tp2 tied", "tied", {"tp": 2}, [*ALL, "refuse_poison"]),
+    ("tp2 tied", "tied", {"tp": 2}, [*ALL, "refuse_poison", "full_disk"]),
     ("tp2 untied", "untied", {"tp": 2}, [*LOOK, "train", "checkpoint"]),
     ("pp2 tied", "tied", {"pp": 2}, [*ALL, "refuse_poison"]),
     ("pp2 untied", "untied", {"pp": 2, **PLAIN}, [*LOOK, "train"]),
     ("dp2 tied", "tied", {"dp": 2}, [*ALL, "refuse_poison"]),
     ("dp2 qwen2", "qwen2", {"dp": 2, **PLAIN}, [*LOOK, "train"]),
-    ("cp2 tied", "tied", {"cp": 2}, [*ALL, "refuse_poison"]),
+    ("cp2 tied", "tied", {"cp": 2}, [*ALL, "refuse_poison", "damaged_shard"]),
     ("cp2 qwen2", "qwen2", {"cp": 2, "recompute": "full"}, [*LOOK, "train"]),
     ("cp2 tp2 llama", "llama", {"cp": 2, "tp": 2}, [*LOOK, "train"]),
     ("tp2 pp2 tied", "tied", {"tp": 2, "pp": 2}, [*LOOK, "train"]),
@@ -362,6 +362,21 @@ def test_a_checkpoint_resumes_under_other_sizes(answers, name, source):
         assert written["metrics"][0] == pytest.approx(found["metrics"], rel=1e-4, abs=1e-5)
         for key, value in written["moved_weights"].items():
             assert np.allclose(value, found["moved_weights"][key], rtol=0, atol=5e-5), key
+
+
+@pytest.mark.parametrize("name", ["one tied", "tp2 tied"])
+def test_a_full_disk_fails_the_checkpoint_on_every_rank_and_harms_nothing(answers, name):
+    for rank in answers[name]:
+        assert "cannot be written" in rank["full_disk"]["said"]
+        assert "free space" in rank["full_disk"]["said"]
+        assert rank["full_disk"]["works_again"]
+
+
+@pytest.mark.parametrize("name", ["one tied", "cp2 tied"])
+def test_a_damaged_checkpoint_is_named_on_every_rank_with_the_cure(answers, name):
+    for rank in answers[name]:
+        assert "megatron cannot be read" in rank["damaged_shard"]
+        assert "resume from an older checkpoint" in rank["damaged_shard"]
 
 
 @pytest.mark.parametrize(
