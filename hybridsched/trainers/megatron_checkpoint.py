@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from hybridsched.config.schema import MegatronConfig
-from hybridsched.errors import FaultError, RunFolderError
+from hybridsched.errors import FaultError, HybridschedError, RunFolderError
 from hybridsched.models import hf_folder
 from hybridsched.trainers import megatron_cpu
 from hybridsched.trainers.megatron_bridge import BridgeWeights
@@ -33,30 +33,64 @@ from hybridsched.trainers.megatron_weights import WeightMap
 from hybridsched.trainers.torch_checkpoint import read_state, write_state
 
 FORMAT = 1
+#: Raises on every rank when one hands in a problem.
+Together = Callable[[HybridschedError | None], None]
 SHARDS, MODEL, STATE = "megatron", "model", "trainer_state.pt"
 
 
-def make_folder(folder: Path) -> None:
-    """Where the shards go; before `save_shards`, on one rank. Raises FaultError."""
-    try:
-        (folder / SHARDS).mkdir(exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder / SHARDS, error) from error
+def save_shards(folder: Path, optimizer: MegatronOptimizer, rank: int, together: Together) -> None:
+    """Model and optimizer, all ranks' pieces. Collective. Raises FaultError on every rank when one cannot write.
 
-
-def save_shards(folder: Path, optimizer: MegatronOptimizer, rank: int) -> None:
-    """Model and optimizer, all ranks' pieces. Collective. Raises FaultError on every rank when one cannot write."""
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException
+    Megatron's `save` in its steps, because one rank failing in its first leaves the others waiting in its second.
+    """
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
     target = folder / SHARDS
+    sharded, common = save_preprocess(optimizer.sharded_state(loading=False), True)
+    together(_attempt(target, lambda: _write_common(target, common)) if rank == 0 else None)
+    together(_attempt(target, lambda: _write_shards(target, sharded)))
+    together(_attempt(target, lambda: _seal(target, rank)))
+
+
+def _attempt(target: Path, step: Callable[[], None]) -> FaultError | None:
+    """What went wrong in a step, None when nothing did."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
-        dist_checkpointing.save(optimizer.sharded_state(loading=False), str(target), _strategy())
-        _sync_files(target, rank)
+        step()
     except CheckpointException as error:  # what any rank ran into, on all of them
-        raise _unwritable(target, _first(error)) from error
-    except (OSError, RuntimeError) as error:
-        raise _unwritable(target, error) from error
+        return _unwritable(target, _first(error))
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its zip writer
+        return _unwritable(target, error)
+    return None
+
+
+def _write_common(target: Path, common: dict[str, Any]) -> None:
+    """The part all ranks have in common, and the folder."""
+    target.mkdir(exist_ok=True)
+    torch.save(common, target / "common.pt")
+
+
+def _write_shards(target: Path, sharded: dict[str, Any]) -> None:
+    """Megatron's torch_dist format, written by torch's own writer in this process. Collective."""
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.strategies import torch as megatron_format
+
+    state, _, _ = megatron_format._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    dcp.save(
+        megatron_format.mcore_to_pyt_state_dict(state, False),
+        storage_writer=dcp.FileSystemWriter(target, thread_count=1, sync_files=True),
+        planner=megatron_format.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
+
+
+def _seal(target: Path, rank: int) -> None:
+    """Say what format it is, and have everything on disk."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    if rank == 0:
+        save_config(CheckpointingConfig("torch_dist", 1), str(target))
+    _sync_files(target, rank)
 
 
 def load_shards(folder: Path, optimizer: MegatronOptimizer, steps: int) -> None:
@@ -154,28 +188,6 @@ def load_random_states(folder: Path, rank: int, device: torch.device, log: Calla
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
     megatron_cpu.restore_random_states(state["named"])
-
-
-def _strategy() -> Any:
-    """Megatron's torch_dist format, written by torch's own writer in this process."""
-    import torch.distributed.checkpoint as dcp
-    from megatron.core.dist_checkpointing.strategies import torch as megatron_format
-
-    class InProcess(megatron_format.TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped base
-        def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-            state, _, _ = megatron_format._replace_state_dict_keys_with_sharded_keys(
-                sharded_state_dict, self.keep_only_main_replica
-            )
-            planner = megatron_format.MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            )
-            dcp.save(
-                megatron_format.mcore_to_pyt_state_dict(state, False),
-                storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-                planner=planner,
-            )
-
-    return InProcess("torch_dist", 1)
 
 
 def _first(error: Any) -> BaseException:

@@ -175,14 +175,8 @@ class MegatronTrainer(PolicyTrainer):
     def save_checkpoint(self, folder: Path) -> None:
         self._require_resident("save_checkpoint")
         rank = self._groups.rank
+        megatron_checkpoint.save_shards(folder, self._optimizer, rank, self._fail_together)
         problem: HybridschedError | None = None
-        try:
-            if rank == 0:
-                megatron_checkpoint.make_folder(folder)
-        except HybridschedError as error:
-            problem = error
-        self._fail_together(problem)
-        megatron_checkpoint.save_shards(folder, self._optimizer, rank)
         try:
             megatron_checkpoint.save_model(folder, self._weights, rank, self._model_folder)
             megatron_checkpoint.save_random_states(folder, rank, self._device)
