@@ -120,7 +120,7 @@ class MegatronGroups(Collectives):
 
     def same_micro_batches(self, count: int) -> int:
         """How many micro-batches to run: data-parallel ranks that share experts have to run equally many."""
-        if self.ep == 1 or self.world_size == 1:
+        if self.ep == 1 and self.etp <= self.tp:
             return count
         return int(self.max_array(np.array([float(count)]))[0])
 
