@@ -26,7 +26,6 @@ import torch
 from hybridsched.config.schema import MegatronConfig
 from hybridsched.errors import FaultError, HybridschedError, RunFolderError
 from hybridsched.models import hf_folder
-from hybridsched.trainers import megatron_cpu
 from hybridsched.trainers.megatron_bridge import BridgeWeights
 from hybridsched.trainers.megatron_optimizer import MegatronOptimizer
 from hybridsched.trainers.megatron_weights import WeightMap
@@ -171,7 +170,7 @@ def _require_same_optimizer(folder: Path, before: dict[str, Any], now: MegatronC
 
 def save_random_states(folder: Path, rank: int, device: torch.device) -> None:
     """This rank's generators and Megatron's named states."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "named": megatron_cpu.random_states()}
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "named": _named_generators().get_states()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     write_state(folder / f"rng_rank{rank}.pt", state)
@@ -187,7 +186,14 @@ def load_random_states(folder: Path, rank: int, device: torch.device, log: Calla
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-    megatron_cpu.restore_random_states(state["named"])
+    _named_generators().set_states(state["named"])
+
+
+def _named_generators() -> Any:
+    """Megatron's tracker of random states by name."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()
 
 
 def _first(error: Any) -> BaseException:

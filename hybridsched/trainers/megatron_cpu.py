@@ -55,21 +55,6 @@ def finish(seed: int, expert_seed: int) -> None:
     _dispatch_experts_on_cpu()
 
 
-def random_states() -> dict[str, Tensor]:
-    """The tracker's states by name, for a checkpoint (CPU and CUDA)."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    states: dict[str, Tensor] = get_cuda_rng_tracker().get_states()
-    return states
-
-
-def restore_random_states(states: dict[str, Tensor]) -> None:
-    """Put back what `random_states` gave."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    get_cuda_rng_tracker().set_states(states)
-
-
 #: torch's functions that make tensors, as far as Megatron calls them with ``device="cuda"`` written out.
 _FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand")
 _MORE_FACTORIES = ("randint", "randn", "tensor", "zeros", "zeros_like")

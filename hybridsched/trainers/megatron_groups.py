@@ -106,6 +106,16 @@ class MegatronGroups(Collectives):
             return values
         return self._reduced(values, lambda tensor: dist.all_reduce(tensor, group=self._data_group))
 
+    def data_extremes(self, value: float) -> tuple[float, float]:
+        """The smallest and largest of a value among the ranks that hold the same pieces with different samples."""
+        if self.dp == 1:
+            return value, value
+        both = np.array([value, -value])
+        high, low = self._reduced(
+            both, lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._data_group)
+        )
+        return float(-low), float(high)
+
     # -- inside the model ---------------------------------------------------------------------------------------------
 
     def from_last_stage(self, values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hybridsched.config.schema import RunConfig
-from hybridsched.errors import ConfigError, HybridschedError, InternalError
+from hybridsched.errors import ConfigError, FaultError, HybridschedError, InternalError
 from hybridsched.model import TensorSpec
 from hybridsched.models import hf_folder
 from hybridsched.trainers import megatron_checkpoint, megatron_cpu
@@ -51,7 +52,7 @@ class MegatronTrainer(PolicyTrainer):
         self, config: RunConfig, *, device: str = "cpu", scratch: Path, log: Callable[[str], None] = print
     ) -> None:
         super().__init__(config, device=device, scratch=scratch, log=log)
-        _require_megatron()
+        _require_megatron(self._device.type)
         self._groups: MegatronGroups
         self._policy: PolicyModel
         self._weights: WeightMap | BridgeWeights
@@ -71,6 +72,7 @@ class MegatronTrainer(PolicyTrainer):
         self._policy = PolicyModel(model, self._groups, actor.dtype, self._device)
         self._weights = self._weights_of(self._policy)
         self._load_weights(self._weights)
+        self._check_equal_weights()
         self._optimizer = MegatronOptimizer(self._policy, actor, self._schedule)
         self._pass = MegatronPass(self._groups, self._device, self._tick)
         if actor.use_kl_loss:
@@ -101,6 +103,18 @@ class MegatronTrainer(PolicyTrainer):
         except HybridschedError as error:
             problem = error
         self._fail_together(problem)
+
+    def _check_equal_weights(self) -> None:
+        """Data-parallel ranks must hold the same weights: compare a checksum of what is not shared out to experts."""
+        with torch.no_grad():
+            shared = [p for p in self._policy_parameters() if getattr(p, "allreduce", True)]
+            digest = sum(float(p.double().sum()) * (i + 1) for i, p in enumerate(shared))
+        low, high = self._groups.data_extremes(digest)
+        if low != high:
+            raise FaultError(
+                f"trainer ranks hold different weights (checksums from {low!r} to {high!r}); "
+                f"is {self._model_folder} the same on every trainer node?"
+            )
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -209,8 +223,16 @@ class MegatronTrainer(PolicyTrainer):
         self._tick()
 
 
-def _require_megatron() -> None:
-    """Import Megatron Core, with its stand-ins for CUDA where there is none. Raises ConfigError when it is missing."""
+def _require_megatron(device: str) -> None:
+    """Import Megatron Core, with its stand-ins for CUDA where there is none.
+
+    Raises ConfigError when it is missing, and for CPU on a machine with a GPU: Megatron would use that.
+    """
+    if device == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.device: cpu with strategy megatron works only where no GPU is visible; set trainer.device: cuda, "
+            "or start with CUDA_VISIBLE_DEVICES= (empty)"
+        )
     try:
         if importlib.util.find_spec("megatron") is not None:
             megatron_cpu.prepare()  # before the import, and only where there is something to import

@@ -79,6 +79,8 @@ POISONED = [name for name, _, _, checks in DENSE if "refuse_poison" in checks]
 OFFLOADED = [name for name, _, _, checks in DENSE if "offload" in checks] + [name for name, _ in EVERYTHING]
 KIND = {name: kind for name, kind, _, _ in DENSE}
 EXPERTS = 4
+ETP2 = {"dp": 2, "expert_tensor_parallel_size": 2}
+MIXTURES = ["one moe", "ep2 moe", "pp2 moe", "etp2 moe"]
 #: 11M parameters, 44 MB: what is freed stands out from what a process takes and gives back anyway.
 LARGE = replace(MODELS["untied"], hidden_size=512, intermediate_size=1536, num_hidden_layers=4, head_dim=64)
 MB = 1 << 20
@@ -143,7 +145,7 @@ def answers(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         config = job_config(models["tied"], sizes, dtype="bfloat16", optim={"lr": 1e-3})
         stages[config["trainer"]["n_gpus_per_node"]].append(stage(folder, name, config, ["train", "checkpoint"]))
     experts = ["weights_equal_the_folder", "whole_vocabulary", "train", "checkpoint"]
-    for name, sizes in (("one moe", {}), ("ep2 moe", {"ep": 2, "dp": 2}), ("pp2 moe", {"pp": 2})):
+    for name, sizes in (("one moe", {}), ("ep2 moe", {"ep": 2, "dp": 2}), ("pp2 moe", {"pp": 2}), ("etp2 moe", ETP2)):
         config = job_config(models["moe"], sizes)
         world = config["trainer"]["n_gpus_per_node"]
         stages[world].append(stage(folder, name, config, experts))
@@ -223,7 +225,7 @@ def torch_training(models: dict[str, Path], tmp_path_factory: pytest.TempPathFac
     return out
 
 
-@pytest.mark.parametrize("name", [*NAMES, "one moe", "ep2 moe", "pp2 moe"])
+@pytest.mark.parametrize("name", [*NAMES, *MIXTURES])
 def test_weights_go_in_and_come_out_bit_for_bit(answers, name):
     for rank in answers[name]:
         found = rank["weights_equal_the_folder"]
@@ -232,7 +234,7 @@ def test_weights_go_in_and_come_out_bit_for_bit(answers, name):
         assert found["as_promised"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "one moe", "ep2 moe", "pp2 moe"])
+@pytest.mark.parametrize("name", [*NAMES, *MIXTURES])
 def test_every_rank_computes_the_distributions_of_transformers(answers, models, name):
     expected = _reference_logprobs(models[KIND.get(name, "moe")])
     for rank in answers[name]:
@@ -277,7 +279,7 @@ def test_half_precision_training_is_close_to_the_torch_trainers(answers, torch_t
 
 def test_sharing_experts_out_changes_nothing(answers):
     one = answers["one moe"][0]["train"]
-    for name in ("ep2 moe", "pp2 moe"):
+    for name in MIXTURES[1:]:
         for rank in answers[name]:
             for ours, theirs in zip(rank["train"]["metrics"], one["metrics"], strict=True):
                 assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5)
@@ -331,7 +333,7 @@ def test_handing_out_and_writing_weights_needs_a_few_tensors_and_no_second_model
         assert found["peak_of_handing_out"] < bound
 
 
-@pytest.mark.parametrize("name", [*SAVED, "ep2 moe", "pp2 moe"])
+@pytest.mark.parametrize("name", [*SAVED, *MIXTURES])
 def test_a_checkpoint_brings_everything_back_bit_for_bit(answers, name):
     for rank in answers[name]:
         found = rank["checkpoint"]
@@ -347,7 +349,7 @@ def test_a_run_can_go_back_to_before_its_first_step(answers, name):
     assert all(rank[FIRST] for rank in answers[name])
 
 
-@pytest.mark.parametrize("name", [*SAVED, "ep2 moe", "pp2 moe"])
+@pytest.mark.parametrize("name", [*SAVED, *MIXTURES])
 def test_a_checkpoint_holds_the_model_as_a_hugging_face_folder(answers, name):
     assert answers[name][0]["checkpoint"]["exported"]
 
