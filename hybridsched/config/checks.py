@@ -43,10 +43,8 @@ def check_cores(config: RunConfig, available_cores: int) -> list[str]:
 
 def not_available(config: RunConfig) -> list[str]:
     """What the schema knows but this release cannot run yet; empty when it can run everything asked for."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    actor = config.actor_rollout_ref.actor
     missing: list[tuple[str, str]] = []
-    if rollout.name == "vllm":
-        missing.append((f"{_ROLLOUT}.name=vllm", "use torch or emulated"))
     if actor.strategy == "megatron":
         missing.append((f"{_ACTOR}.strategy=megatron", "use torch or emulated"))
     if config.launcher == "slurm":
