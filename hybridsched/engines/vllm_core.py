@@ -68,7 +68,7 @@ class Core:
         except Exception as error:
             self._release.set()
             raise FaultError(
-                f"vLLM did not start: {type(error).__name__}: {error}; EngineCore's own words stand before this in the log"
+                f"vLLM did not start: {type(error).__name__}: {error}; see EngineCore's words before this in the log"
             ) from error
         self._watch(loop)
 
