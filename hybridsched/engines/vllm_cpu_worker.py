@@ -8,6 +8,7 @@ notices. Needs plain linear layers (vllm_plugin): packed ones keep copies that c
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -31,6 +32,9 @@ class SleepingCPUWorker(WorkerCalls, CPUWorker):  # type: ignore[misc]
                 if storage.nbytes():
                     self._sizes[storage._cdata] = storage.nbytes()
                     storage.resize_(0)
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps freed blocks below 32 MiB for itself
+        if trim is not None:
+            trim(0)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate what ``tags`` name (None: everything): weights NaN, KV cache zero."""

@@ -30,7 +30,7 @@ from hybridsched.engines.vllm_core import Core
 from hybridsched.engines.vllm_groups import Group, Stream, open_group
 from hybridsched.engines.vllm_options import VllmOptions, engine_arguments
 from hybridsched.engines.vllm_requests import follow, forced_logprobs
-from hybridsched.errors import DataError, FaultError, InternalError, WeightSyncError
+from hybridsched.errors import DataError, FaultError, HybridschedError, InternalError, WeightSyncError
 from hybridsched.model import Response, TensorSpec, TokenArray, WeightVersion
 from hybridsched.models.config import ModelConfig, weight_shapes
 from hybridsched.models.hf_folder import load_config
@@ -75,8 +75,10 @@ class VllmEngine(GenerationEngine):
         self._whole = False  # the resident weights are all of one version
         self._arrived: set[str] | None = None  # names of the update under way
         self._begun = False  # vLLM's workers think that an update is under way
-        self._paused, self._draining, self._closed = True, False, False
+        self._paused, self._closed = True, False
         self._open = asyncio.Event()  # set while requests may go to vLLM
+        self._admit = asyncio.Event()  # set while new groups may begin (not set: those that are here are drained)
+        self._admit.set()
         self._groups: dict[str, Group] = {}
         self._progress = 0
 
@@ -285,7 +287,7 @@ class VllmEngine(GenerationEngine):
         group = stream.group
         try:
             while True:
-                await self._open.wait()  # not bounded: paused as long as whoever paused it wants; abort cancels it
+                await self._turn(group)
                 group.t_start = group.t_start or time.time()
                 stream.recalled = False
                 await follow(self._core.llm, stream, self._version, self._worked)
@@ -297,7 +299,14 @@ class VllmEngine(GenerationEngine):
                 raise
             group.record(stream)
         except Exception as error:  # noqa: BLE001 - whatever it is, who waits for the group must learn of it
-            group.fail(self._core.dead or FaultError(f"group {group.request.key}: vLLM: {error}"))
+            known = isinstance(error, HybridschedError)
+            group.fail(self._core.dead or (error if known else FaultError(f"group {group.request.key}: vLLM: {error}")))
+
+    async def _turn(self, group: Group) -> None:
+        """Until requests of this group may go to vLLM. Not bounded: it may be paused for long; an abort cancels it."""
+        while not (self._open.is_set() and (group.admitted or self._admit.is_set())):
+            await (self._admit if self._open.is_set() else self._open).wait()
+        group.admitted = True
 
     def _worked(self, tokens: int) -> None:
         self._progress += tokens
@@ -306,9 +315,10 @@ class VllmEngine(GenerationEngine):
         """See the base class. Unknown keys are ignored (a group may have finished meanwhile)."""
         wanted = list(self._groups) if keys is None else keys
         groups = [self._groups[key] for key in dict.fromkeys(wanted) if key in self._groups]
-        for group in groups:
-            group.aborting = True
-        await self._withdraw([stream for group in groups for stream in group.running.values()])
+        streams = [stream for group in groups for stream in group.running.values()]
+        for stream in streams:
+            stream.group.aborting, stream.recalled = True, False
+        await self._withdraw(streams)
         for group in groups:
             await group.returned.wait()  # ends: its streams have
 
@@ -319,8 +329,8 @@ class VllmEngine(GenerationEngine):
         """
         end = time.monotonic() + _ABORT_S
         for stream in streams:
-            if not stream.request_id and not stream.recalled and stream.task is not None:
-                stream.task.cancel()  # it waits for the engine to be resumed
+            if not stream.request_id and stream.task is not None:
+                stream.task.cancel()  # it waits for its turn
         tasks = {stream.task for stream in streams if stream.task is not None and not stream.recalled}
         waiting = {stream for stream in streams if stream.request_id}
         while waiting and self._core.dead is None:
@@ -358,15 +368,16 @@ class VllmEngine(GenerationEngine):
 
     async def _drain(self) -> None:
         """Groups that are here finish; those that come meanwhile are held. A cancelled drain changes nothing."""
-        self._open.clear()
+        self._admit.clear()
+        groups = list(self._groups.values())
         try:
-            for group in list(self._groups.values()):
-                if group.t_start:
-                    await group.returned.wait()  # not bounded: whoever drains has a deadline, and cancels
-            self._paused = True
+            for group in groups:
+                group.admitted = True
+            for group in groups:
+                await group.returned.wait()  # not bounded: whoever drains has a deadline, and cancels
+            self._open.clear()
         finally:
-            if not self._paused:
-                self._open.set()
+            self._admit.set()
 
     async def resume(self) -> None:
         """See the base class."""

@@ -11,6 +11,7 @@ Does not: import vLLM, submit, abort or wait.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ import numpy as np
 
 from hybridsched.engines.base import GroupRequest
 from hybridsched.engines.torch_sampler import draw_key
-from hybridsched.errors import DataError
+from hybridsched.errors import DataError, FaultError
 from hybridsched.model import FinishReason, Response, VersionRun, WeightVersion
 
 _SEED_BITS = 63  #: vLLM's seeds are signed 64-bit integers
@@ -64,9 +65,15 @@ class Stream:
         return key >> (64 - _SEED_BITS)
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[Mapping[int, Any]]) -> None:
-        """Tokens that arrived, with vLLM's log-prob entries of each."""
+        """Tokens that arrived, with vLLM's log-prob entries of each. Raises FaultError when one is not finite."""
+        found = [entry[token].logprob for token, entry in zip(tokens, logprobs, strict=True)]
+        if not all(map(math.isfinite, found)):
+            raise FaultError(
+                f"group {self.group.request.key}: vLLM sampled from logits that are not finite, after "
+                f"{len(self.tokens)} tokens: weights are missing or damaged; the replica has to be synced again"
+            )
         self.tokens.extend(tokens)
-        self.logprobs.extend(entry[token].logprob for token, entry in zip(tokens, logprobs, strict=True))
+        self.logprobs.extend(found)
 
     def end(self, reason: str | None, spans: Sequence[Any] | None, current: WeightVersion) -> None:
         """The vLLM request ended: ``spans`` say which version sampled which of its tokens (None: ``current``)."""
@@ -98,6 +105,7 @@ class Group:
     future: asyncio.Future[tuple[Response, ...]]
     responses: list[Response]
     running: dict[int, Stream] = field(default_factory=dict)  #: unfinished ones by index
+    admitted: bool = False  #: its requests may go to vLLM (else a drain holds it)
     aborting: bool = False
     returned: asyncio.Event = field(default_factory=asyncio.Event)  #: generate() is returning
     t_start: float = 0.0  #: wall clock of the first submission, 0 before

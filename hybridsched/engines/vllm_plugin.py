@@ -72,6 +72,7 @@ def _keep_linear_weights() -> None:
         del remove_weight
         layer.cpu_linear = torch.nn.functional.linear
 
+    keep.hybridsched = utils.dispatch_cpu_unquantized_gemm  # type: ignore[attr-defined]  # what it replaces
     utils.dispatch_cpu_unquantized_gemm = keep
 
 

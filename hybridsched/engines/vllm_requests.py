@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,12 @@ async def follow(llm: Any, stream: Stream, version: WeightVersion, worked: Calla
     reason, spans, ended = "abort", None, False
     answers = llm.generate(_prompt(ids, version), _sampling(stream, budget, seed), stream.request_id)
     try:
-        async for answer in answers:
-            output = answer.outputs[0]
-            stream.take(output.token_ids, output.logprobs or ())
-            worked(len(output.token_ids))
-            reason, spans = output.finish_reason, output.weight_versions
+        async with aclosing(answers):  # whatever ends this ends the request too
+            async for answer in answers:
+                output = answer.outputs[0]
+                stream.take(output.token_ids, output.logprobs or ())
+                worked(len(output.token_ids))
+                reason, spans = output.finish_reason, output.weight_versions
         ended = True
     finally:
         stream.end(reason if ended else "abort", spans, version)
