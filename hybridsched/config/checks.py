@@ -43,10 +43,7 @@ def check_cores(config: RunConfig, available_cores: int) -> list[str]:
 
 def not_available(config: RunConfig) -> list[str]:
     """What the schema knows but this release cannot run yet; empty when it can run everything asked for."""
-    rollout = config.actor_rollout_ref.rollout
     missing: list[tuple[str, str]] = []
-    if rollout.name == "vllm":
-        missing.append((f"{_ROLLOUT}.name=vllm", "use torch or emulated"))
     if config.rollout.agent is not None:
         missing.append((f"rollout.agent={config.rollout.agent}", "remove it: responses are single-turn"))
     return [f"not available yet: {what}; {instead}" for what, instead in missing]
