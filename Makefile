@@ -70,6 +70,8 @@ test-fast: venv  ## unit tests (under 3 minutes)
 test-real-local: venv  ## real processes, real MPI, real files on this machine
 	$(if $(REAL),$(BIN)/python -m pytest -q -m 'not system' $(REAL),@echo "no tests in tests/real, tests/faults")
 
+test-real: test-real-local test-real-slurm test-real-engines  ## all of them; installs Slurm (as root), vLLM and Megatron Core
+
 test-real-slurm: venv slurm-deps  ## jobs, steps and faults on a real Slurm booted here (under 8 minutes)
 	PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -m pytest -q $(SLURM_TESTS)
 
