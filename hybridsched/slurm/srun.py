@@ -52,7 +52,7 @@ ATTEMPT_CONFIG = "config.yaml"  #: in the attempt's folder, when it has fewer no
 #: srun says at once which task ended badly, long before it ends itself.
 _TASK_ENDED = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: ")
 _TERM_S = 2.0  # srun kills the tasks at once, but may wait longer for a node that does not answer
-_CANCEL_S = 10.0
+_CANCEL_S = 2.0  # scancel waits for nodes that do not answer; what it asked for is done on the others
 _STEP_NAME = "hybridsched"
 
 
@@ -239,7 +239,7 @@ class SrunStep:
         return sorted(failed)
 
     def end(self) -> list[int]:
-        """Kill the tasks and srun. Always returns []: what cannot be seen from here the next agents end."""
+        """Kill the tasks and srun. Returns srun when it would not die; what is on other nodes the next agents end."""
         if self._child.returncode is None:
             self._child.signal(signal.SIGTERM)  # srun: "forcing job termination", which is SIGKILL to the tasks
             self._child.wait(_TERM_S)
