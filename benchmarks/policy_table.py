@@ -148,7 +148,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     half, worse = sum(share >= 0.5 for share in closed), sum(ratio > 1 + TOLERANCE for ratio in ratios)
     return (
         f"lookahead takes {statistics.fmean(ratios):.3f} of default's time, mean over {len(ratios)} runs (worst "
-        f"scenario on average {max(means):.3f}, worst single run {max(ratios):.3f}; {worse} runs more than 1 % slower)\n"
+        f"scenario on average {max(means):.3f}, worst single run {max(ratios):.3f}; {worse} runs over 1 % slower)\n"
         f"it closes {statistics.fmean(closed):.0%} of the gap from default to the bound on average, half or more in "
         f"{half} of {len(closed)} runs (target: in 80 %)"
     )
