@@ -19,12 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # not benchmarks/: its queue.py hides the standard library's
+
+from concurrent.futures import ProcessPoolExecutor
 
 from hybridsched.config.schema import RunConfig
 from hybridsched.report.text import columns
