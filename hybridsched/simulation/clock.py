@@ -40,7 +40,7 @@ EPOCH_BASE = 1_735_689_600.0
 SPIN_LIMIT = 10_000_000
 #: Virtual seconds cancelled tasks get for their clean-up at the end of ``run_virtual``.
 DRAIN_S = 3600.0
-#: Garbage collection during a virtual run. The log of a run only grows, and with Python's own thresholds looking through
+#: Garbage collection during a virtual run. The log of a run only grows, and with the usual thresholds looking through
 #: it makes a sample cost half as much again in a run of hundreds of replicas.
 GC_THRESHOLDS = (100_000, 50, 100)
 _DRAIN_ROUNDS = 3
