@@ -8,8 +8,11 @@ from typing import Annotated
 import typer
 
 
-def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")]) -> None:
-    """Cancel the Slurm job of a run; what was durable is kept, and it can be resumed."""
+def cancel(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for a checkpoint.")] = False,
+) -> None:
+    """End a submitted run for good: it writes a checkpoint first, unless --now; it can be resumed."""
     from hybridsched.slurm.submission import run_in
 
     found = run_in(run)
@@ -17,6 +20,12 @@ def cancel(run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of th
     if state is None or state.is_over:
         typer.echo(f"job {found.job_id} is over already ({'unknown to Slurm' if state is None else state.told()})")
         return
-    found.cancel()
-    typer.echo(f"job {found.job_id} cancelled (it was {state.told()})")
-    typer.echo(f"go on with it: hybridsched submit {run / 'config' / 'resolved.yaml'} --resume")
+    if state.state == "RUNNING" and not now:
+        found.stop()
+        typer.echo(
+            f"job {found.job_id} was asked to write a checkpoint and end; at once: hybridsched cancel {run} --now"
+        )
+    else:
+        found.cancel()
+        typer.echo(f"job {found.job_id} cancelled (it was {state.told()})")
+    typer.echo(f"go on with it later: hybridsched submit {run / 'config' / 'resolved.yaml'} --resume")

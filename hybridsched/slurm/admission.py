@@ -72,9 +72,9 @@ def cancel(job_id: str, ask: Call = call) -> None:
         raise UserError(f"scancel {job_id}: {said.reason}")
 
 
-def signal(job_id: str, name: str, ask: Call = call) -> None:
-    """Send a signal to all ranks of all components. Raises UserError when Slurm refuses."""
-    said = ask(["scancel", f"--signal={name}", job_id])
+def signal(job_id: str, name: str, ask: Call = call, *, batch: bool = False) -> None:
+    """Send a signal to all ranks of all components, or to the job script alone. Raises UserError on a refusal."""
+    said = ask(["scancel", *["--batch"] * batch, f"--signal={name}", job_id])
     if not said.ok:
         raise UserError(f"scancel --signal={name} {job_id}: {said.reason}")
 

@@ -204,8 +204,12 @@ class SlurmRun:
         return states_of([self.job_id], self._ask).get(self.job_id)
 
     def cancel(self) -> None:
-        """End the job at once. For an orderly end send it TERM first (`hybridsched cancel` does)."""
+        """End the job at once; what was durable is kept. See `stop` for an orderly end."""
         admission.cancel(self.job_id, self._ask)
+
+    def stop(self) -> None:
+        """Ask a running job to write a checkpoint and end for good (`batch_main` does so on INT). Does not wait."""
+        admission.signal(self.job_id, "INT", self._ask, batch=True)
 
     def ending(self) -> Ending | None:
         """The result the run itself left; None when there is none of this submission (yet)."""

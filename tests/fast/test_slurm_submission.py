@@ -380,13 +380,22 @@ def test_ctrl_c_while_watching_leaves_the_run_alone_and_says_so(call, slurm, mon
     assert not any(line.startswith("scancel") for line in slurm.asked())
 
 
-def test_cancel_ends_the_job_and_tells_how_to_go_on(call, slurm):
+def test_cancel_lets_a_running_job_write_a_checkpoint_and_tells_how_to_go_on(call, slurm):
     call("submit", "run.yaml")
     code, out, _ = call("cancel", "runs/mine")
     assert 0 == code
-    assert "scancel 41" in slurm.asked()
-    assert "job 41 cancelled (it was RUNNING)" in out
+    assert "scancel --batch --signal=INT 41" in slurm.asked()
+    assert "scancel 41" not in slurm.asked()
+    assert "at once: hybridsched cancel runs/mine --now" in out
     assert "runs/mine/config/resolved.yaml --resume" in out
+
+
+@pytest.mark.parametrize(("state", "more"), [("RUNNING", ["--now"]), ("PENDING", [])])
+def test_cancel_ends_a_waiting_job_or_a_running_one_on_request_at_once(call, slurm, state, more):
+    call("submit", "run.yaml")
+    slurm.say(state)
+    assert f"job 41 cancelled (it was {state})" in call("cancel", "runs/mine", *more)[1]
+    assert "scancel 41" in slurm.asked()
 
 
 def test_cancel_of_a_job_that_is_over_does_nothing(call, slurm):

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("submitit", reason="submitit is not installed: pip install 'hybridsched[slurm]'")
 
 from hybridsched.config import load_config
-from hybridsched.errors import UserError
+from hybridsched.errors import Interrupted, UserError
 from hybridsched.slurm import SlurmRun, submit_run
 from hybridsched.slurm.state import states_of
 from tests.real_runs import make_inputs
@@ -56,7 +56,7 @@ def keys(name: str, **more: str) -> list[str]:
         "launcher": "slurm",
         "trainer.experiment_name": name,
         "trainer.total_training_steps": "2",
-        "slurm.time": "20",
+        "slurm.time": "00:20:00",
         "slurm.trainer.partition": "trn",
         "slurm.rollout.partition": "gpu",
     }
@@ -118,9 +118,9 @@ def test_watching_shows_the_run_and_ctrl_c_leaves_it_alone_until_cancel(here: Pa
     with pytest.raises(UserError, match=f"job {job_id} of this run is RUNNING"):
         submit_run(load_config(inputs, [*long_run, "trainer.resume_mode=auto"]), resume=True)
     cancelled = ran("cancel", "runs/long")
-    assert f"job {job_id} cancelled" in cancelled.stdout, cancelled.stderr
+    assert f"job {job_id} was asked to write a checkpoint and end" in cancelled.stdout, cancelled.stderr
     ending = SlurmRun(here / "runs" / "long", job_id).wait(LONG_S)
-    assert ending.exit_code
+    assert (Interrupted.exit_code, "Interrupted") == (ending.exit_code, ending.kind), ending.text
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
