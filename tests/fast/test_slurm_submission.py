@@ -386,7 +386,7 @@ def test_cancel_lets_a_running_job_write_a_checkpoint_and_tells_how_to_go_on(cal
     assert 0 == code
     assert "scancel --batch --signal=INT 41" in slurm.asked()
     assert "scancel 41" not in slurm.asked()
-    assert "at once: hybridsched cancel runs/mine --now" in out
+    assert "do not wait for that: hybridsched cancel runs/mine --now" in out
     assert "runs/mine/config/resolved.yaml --resume" in out
 
 
