@@ -354,10 +354,10 @@ def test_watch_ends_with_the_exit_code_of_the_run_and_its_summary(call, slurm, h
 def test_submit_with_watch_of_a_run_that_fails_ends_with_its_code_and_reason(call, slurm, here, monkeypatch):
     waited = SlurmRun.wait
 
-    def fail_meanwhile(run, *arguments):
+    def fail_meanwhile(run, *arguments, **options):
         leave_result(run.folder, 4, kind="WorkerDied", text="rank 1 of node b died")
         slurm.say("FAILED")
-        return waited(run, *arguments)
+        return waited(run, *arguments, **options)
 
     monkeypatch.setattr(SlurmRun, "wait", fail_meanwhile)
     code, out, err = call("submit", "run.yaml", "--watch")
@@ -369,7 +369,7 @@ def test_submit_with_watch_of_a_run_that_fails_ends_with_its_code_and_reason(cal
 def test_ctrl_c_while_watching_leaves_the_run_alone_and_says_so(call, slurm, monkeypatch):
     call("submit", "run.yaml")
 
-    def interrupt(*_arguments):
+    def interrupt(*_arguments, **_options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SlurmRun, "wait", interrupt)
@@ -386,7 +386,7 @@ def test_cancel_lets_a_running_job_write_a_checkpoint_and_tells_how_to_go_on(cal
     assert 0 == code
     assert "scancel --batch --signal=INT 41" in slurm.asked()
     assert "scancel 41" not in slurm.asked()
-    assert "at once: hybridsched cancel runs/mine --now" in out
+    assert "do not wait for that: hybridsched cancel runs/mine --now" in out
     assert "runs/mine/config/resolved.yaml --resume" in out
 
 
