@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,22 +282,28 @@ def lose_a_peer(r: Rank) -> str:
     return ""
 
 
+def run_stage(stage: dict[str, Any], rank: int, answers: dict[str, Any]) -> None:
+    """A stage that fails leaves its traceback as "error"; the next one starts anew."""
+    r = Rank(stage, rank)
+    try:
+        for name in ("start", *stage["checks"]):
+            check: Callable[[Rank], Any] = Rank.start if name == "start" else globals()[name]
+            began = time.monotonic()
+            answers[name] = check(r)
+            print(f"rank {rank}, {stage['name']}: {name} {time.monotonic() - began:.1f} s", flush=True)
+    except Exception:
+        answers["error"] = traceback.format_exc()
+        print(answers["error"], flush=True)
+    r.trainer.shutdown()
+
+
 def main() -> None:
     path, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     answers: dict[str, dict[str, Any]] = {}
     for stage in json.loads(path.read_text()):
-        r = Rank(stage, rank)
-        began = time.monotonic()
-        r.start()
-        print(f"rank {rank}, {stage['name']}: started in {time.monotonic() - began:.1f} s", flush=True)
         answers[stage["name"]] = {}
-        for name in stage["checks"]:
-            check: Callable[[Rank], Any] = globals()[name]
-            began = time.monotonic()
-            answers[stage["name"]][name] = check(r)
-            print(f"rank {rank}, {stage['name']}: {name} {time.monotonic() - began:.1f} s", flush=True)
-        r.trainer.shutdown()
+        run_stage(stage, rank, answers[stage["name"]])
         (path.parent / f"rank{rank}.pickle").write_bytes(pickle.dumps(answers))
 
 

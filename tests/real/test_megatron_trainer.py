@@ -68,6 +68,7 @@ DENSE = [
     ("cp2 qwen2", "qwen2", {"cp": 2, "recompute": "full"}, [*LOOK, "train"]),
     ("cp2 tp2 llama", "llama", {"cp": 2, "tp": 2}, [*LOOK, "train"]),
     ("tp2 pp2 tied", "tied", {"tp": 2, "pp": 2}, [*LOOK, "train"]),
+    ("dp2 pp2 tied", "tied", {"dp": 2, "pp": 2}, [*LOOK, "train", "checkpoint"]),
     ("tp2 pp2 untied", "untied", {"tp": 2, "pp": 2}, LOOK),
 ]
 EVERYTHING = [(f"{size}2 everything", {size: 2}) for size in ("tp", "pp", "dp", "cp")]
@@ -79,8 +80,7 @@ POISONED = [name for name, _, _, checks in DENSE if "refuse_poison" in checks]
 OFFLOADED = [name for name, _, _, checks in DENSE if "offload" in checks] + [name for name, _ in EVERYTHING]
 KIND = {name: kind for name, kind, _, _ in DENSE}
 EXPERTS = 4
-ETP2 = {"dp": 2, "expert_tensor_parallel_size": 2}
-MIXTURES = ["one moe", "ep2 moe", "pp2 moe", "etp2 moe"]
+MIXTURES = ["one moe", "ep2 moe", "pp2 moe"]
 #: 11M parameters, 44 MB: what is freed stands out from what a process takes and gives back anyway.
 LARGE = replace(MODELS["untied"], hidden_size=512, intermediate_size=1536, num_hidden_layers=4, head_dim=64)
 MB = 1 << 20
@@ -145,7 +145,7 @@ def answers(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         config = job_config(models["tied"], sizes, dtype="bfloat16", optim={"lr": 1e-3})
         stages[config["trainer"]["n_gpus_per_node"]].append(stage(folder, name, config, ["train", "checkpoint"]))
     experts = ["weights_equal_the_folder", "whole_vocabulary", "train", "checkpoint"]
-    for name, sizes in (("one moe", {}), ("ep2 moe", {"ep": 2, "dp": 2}), ("pp2 moe", {"pp": 2}), ("etp2 moe", ETP2)):
+    for name, sizes in (("one moe", {}), ("ep2 moe", {"ep": 2, "dp": 2}), ("pp2 moe", {"pp": 2})):
         config = job_config(models["moe"], sizes)
         world = config["trainer"]["n_gpus_per_node"]
         stages[world].append(stage(folder, name, config, experts))
