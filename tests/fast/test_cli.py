@@ -217,7 +217,7 @@ def test_dry_run_of_the_slurm_example_lists_what_is_not_available_yet(hybridsche
     assert 2 == result.code
     assert "768 samples" in result.out
     found = [line for line in result.err.splitlines() if "not available yet: " in line]
-    assert ["name=vllm;", "strategy=megatron;", "launcher=slurm;"] == [
+    assert ["strategy=megatron;", "launcher=slurm;"] == [
         line.split("not available yet: ")[1].split()[0].rpartition(".")[2] for line in found
     ]
 
