@@ -1,6 +1,6 @@
 """Workers that die at a moment of their own choosing, for tests that need the middle of something short.
 
-Loaded by HYBRIDSCHED_TEST_BUILD=dying_parts:build. Before and while the method MOMENT of its engine runs, worker W looks
+Loaded by HYBRIDSCHED_TEST_BUILD=dying_parts:build. Before the method MOMENT of its engine runs, worker W looks
 for the file $HYBRIDSCHED_TEST_DEATHS/W.MOMENT, removes it and kills itself (SIGKILL); so each file is one death.
 """
 

@@ -21,7 +21,7 @@ CYCLES = 6
 
 @pytest.fixture(scope="module", params=["keep"])
 def demo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a finished run, whose sync mode is the parameter; exit code 0 means that the reward rose by 0.15."""
+    """The folder of a finished run, whose sync mode is the parameter; exit code 0: the reward rose by 0.15."""
     need_vllm()
     folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "hybridsched.cli.main", "demo", "--engine", "vllm", "--quiet"]
