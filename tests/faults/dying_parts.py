@@ -15,7 +15,7 @@ from hybridsched.config import load_config
 from hybridsched.runtime.workers.build import build_worker
 
 FOLDER_VARIABLE = "HYBRIDSCHED_TEST_DEATHS"
-MOMENTS = ("load_bucket", "wake_kv", "sleep", "wake_weights")
+MOMENTS = ("load_bucket", "sleep")
 
 
 def build(spec: Any, config_path: str, context: Any, endpoint: Any, clock: Any, offload: Any) -> Any:
