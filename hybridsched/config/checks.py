@@ -43,14 +43,7 @@ def check_cores(config: RunConfig, available_cores: int) -> list[str]:
 
 def not_available(config: RunConfig) -> list[str]:
     """What the schema knows but this release cannot run yet; empty when it can run everything asked for."""
-    rollout = config.actor_rollout_ref.rollout
     missing: list[tuple[str, str]] = []
-    if rollout.name == "vllm":
-        missing.append((f"{_ROLLOUT}.name=vllm", "use torch or emulated"))
-    actor = config.actor_rollout_ref.actor
-    if actor.strategy == "megatron" and actor.megatron.context_parallel_size > 1:
-        what = f"{_ACTOR}.megatron.context_parallel_size={actor.megatron.context_parallel_size}"
-        missing.append((what, "share long sequences out by tensor_model_parallel_size instead"))
     if config.rollout.agent is not None:
         missing.append((f"rollout.agent={config.rollout.agent}", "remove it: responses are single-turn"))
     return [f"not available yet: {what}; {instead}" for what, instead in missing]
@@ -161,16 +154,20 @@ def _megatron(config: RunConfig) -> Iterator[Problem]:
         what = f"{gpus} trainer GPUs cannot be split into groups of TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp}"
         keys = " ".join(f"{base}.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
         yield problem(f"{keys} trainer.n_gpus_per_node", what, "make the product divide nnodes x n_gpus_per_node")
-    if gpus % (etp * ep * pp):
-        what = f"{gpus} trainer GPUs cannot be split into expert groups of ETP {etp} x EP {ep} x PP {pp}"
-        keys = f"{base}.expert_model_parallel_size {base}.expert_tensor_parallel_size"
-        yield problem(f"{keys} trainer.n_gpus_per_node", what, "make the product divide nnodes x n_gpus_per_node")
-    if config.trainer.n_gpus_per_node % tp:
+    elif config.trainer.n_gpus_per_node % tp:
         what = (
             f"TP {tp} does not fit into nodes of {config.trainer.n_gpus_per_node} GPUs; its ranks talk in every layer"
         )
         cure = "use a divisor of trainer.n_gpus_per_node; more nodes take pipeline or data parallelism"
         yield problem(f"{base}.tensor_model_parallel_size trainer.n_gpus_per_node", what, cure)
+    if etp > tp:
+        what = f"is {etp}, larger than TP {tp}: gradients of such experts would be mixed up"
+        keys = f"{base}.expert_tensor_parallel_size {base}.tensor_model_parallel_size"
+        yield problem(keys, what, "set it to null, and share experts out by expert_model_parallel_size")
+    if gpus % (etp * ep * pp):
+        what = f"{gpus} trainer GPUs cannot be split into expert groups of ETP {etp} x EP {ep} x PP {pp}"
+        keys = f"{base}.expert_model_parallel_size {base}.expert_tensor_parallel_size"
+        yield problem(f"{keys} trainer.n_gpus_per_node", what, "make the product divide nnodes x n_gpus_per_node")
 
 
 def _sampling(config: RunConfig) -> Iterator[Problem]:

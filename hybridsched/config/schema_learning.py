@@ -85,19 +85,19 @@ class MegatronConfig(Section):
     """Sizes of Megatron Core's parallel groups."""
 
     tensor_model_parallel_size: int = Field(1, ge=1)
-    """TP."""
+    """TP: ranks that share every matrix; at most a node."""
     pipeline_model_parallel_size: int = Field(1, ge=1)
-    """PP."""
+    """PP: stages that share the layers evenly."""
     context_parallel_size: int = Field(1, ge=1)
-    """CP."""
+    """CP: ranks that share long sequences."""
     expert_model_parallel_size: int = Field(1, ge=1)
-    """EP."""
+    """EP: data-parallel ranks that share the experts of a mixture."""
     expert_tensor_parallel_size: int | None = Field(None, ge=1)
-    """ETP; null: TP."""
+    """ETP: ranks that share every expert; null: TP."""
     use_distributed_optimizer: bool = True
-    """Shard the optimizer state over data-parallel ranks."""
+    """Shard the optimizer state over data-parallel ranks; a checkpoint resumes only under the same choice."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recompute."""
+    """Activations computed again in the backward pass: none, those of attention, or whole layers."""
     weight_source: Literal["builtin", "megatron-bridge"] = "builtin"
     """Who converts between Hugging Face and Megatron names."""
 

@@ -1,6 +1,6 @@
 """One weight update as the torch engine receives it.
 
-Owns: the comparison of what is announced with what the model has, and the count of what arrived.
+Owns: the count of what arrived, and the copies.
 
 Invariants: a tensor is taken only under a name that was announced and only whole; `finish` passes only when every
 tensor of the model arrived, or was asked for by its place, in this update.
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hybridsched.engines.announced import check_announced, check_arrived
 from hybridsched.engines.torch_weights import FusedWeights
 from hybridsched.errors import WeightSyncError
 from hybridsched.model import TensorSpec
@@ -24,22 +25,7 @@ class WeightUpdate:
     """Begun by its constructor; raises WeightSyncError with the difference when the specs do not fit the model."""
 
     def __init__(self, weights: FusedWeights, specs: Sequence[TensorSpec]) -> None:
-        own, announced = {s.name: s for s in weights.specs}, {s.name: s for s in specs}
-        problems = [f"missing {_some([n for n in own if n not in announced])}"] if own.keys() - announced.keys() else []
-        if announced.keys() - own.keys():
-            problems.append(f"not in this model {_some([n for n in announced if n not in own])}")
-        for name in own.keys() & announced.keys():
-            ours, theirs = own[name], announced[name]
-            if tuple(theirs.shape) != ours.shape:
-                problems.append(f"{name} has shape {tuple(theirs.shape)}, here it is {ours.shape}")
-            if theirs.dtype != ours.dtype:
-                problems.append(f"{name} is {theirs.dtype}, here it is {ours.dtype}")
-        if problems:
-            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-            raise WeightSyncError(
-                f"the announced weights do not fit the engine's model: {'; '.join(problems[:8])}{more}. "
-                "Trainer and engine must have the same model folder and dtype"
-            )
+        check_announced(weights.specs, specs)
         self._weights = weights
         self._arrived: set[str] = set()
 
@@ -66,14 +52,4 @@ class WeightUpdate:
 
     def finish(self) -> None:
         """Raise WeightSyncError unless every tensor of the model arrived."""
-        missing = [spec.name for spec in self._weights.specs if spec.name not in self._arrived]
-        if missing:
-            raise WeightSyncError(
-                f"{len(missing)} of {len(self._weights.specs)} tensors did not arrive: {_some(missing)}. "
-                "The engine stays paused; repeat the whole sync"
-            )
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    """The first few names, and how many more."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+        check_arrived(self._weights.specs, self._arrived)

@@ -183,7 +183,8 @@ _EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "
 
 
 def _experts(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of Qwen3-MoE. transformers leaves norm_topk_prob out when it is false."""
+    """The keys of Qwen3-MoE. transformers 5 writes num_experts as num_local_experts, and leaves out what is false."""
+    raw = {"num_experts": raw["num_local_experts"], **raw} if "num_local_experts" in raw else raw
     sizes = {name: int(raw[name]) for name in _EXPERT_KEYS[:3]}
     if sizes["num_experts"] < 1:
         raise ValueError("num_experts of a qwen3_moe model is not positive")

@@ -115,8 +115,12 @@ def save_weights(
     with temporary.open("wb") as file:
         file.write(_header(specs))
         for spec, (name, tensor) in zip(specs, tensors, strict=True):
-            if (name, tuple(tensor.shape)) != (spec.name, tuple(spec.shape)):
-                raise InternalError(f"tensor {name} {tuple(tensor.shape)} came where {spec.name} {spec.shape} was due")
+            came, due = (
+                (name, tuple(tensor.shape), dtype_name(tensor.dtype)),
+                (spec.name, tuple(spec.shape), spec.dtype),
+            )
+            if came != due:
+                raise InternalError(f"tensor {came} came where {due} was due")
             file.write(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
     _publish(temporary, folder / WEIGHTS)
     (folder / INDEX).unlink(missing_ok=True)  # of an older, sharded save: readers would prefer either

@@ -42,12 +42,14 @@ from hybridsched.runtime.adapters.attempt import (
     Ending,
     read_attempt,
     read_result,
+    read_wish,
     write_agent,
     write_exit,
 )
 from hybridsched.runtime.adapters.lifeline import (
     LAUNCH_VARIABLE,
     RUN_ID_VARIABLE,
+    SPARED_VARIABLE,
     die_with,
     make_private_folder,
     open_tag,
@@ -56,6 +58,7 @@ from hybridsched.runtime.adapters.lifeline import (
 )
 from hybridsched.runtime.adapters.slurm_step import node_rank, save_orphaned_job
 from hybridsched.runtime.stop import StopRequest
+from hybridsched.sample_queue.files import lists_late
 
 if TYPE_CHECKING:
     from hybridsched.config import RunConfig
@@ -172,7 +175,8 @@ class Agent:
     async def _serve(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
         if self._lifeline is not None:
             asyncio.get_running_loop().add_reader(self._lifeline, self._orphaned)
-        beating = asyncio.ensure_future(_beat_forever()) if self.info.nodes and self.rank == 0 else None
+        remote = self.info.nodes and self.rank == 0
+        beating = asyncio.ensure_future(_answer_the_launcher(self.folder, self.stop)) if remote else None
         ending = await self._run(config, plan, transport)
         if beating is not None:
             beating.cancel()
@@ -269,12 +273,19 @@ def _computes_on_cores(config: RunConfig) -> bool:
     return device == "cpu" or (device == "auto" and not any(os.path.exists(path) for path in _GPU_DRIVERS))
 
 
-async def _beat_forever() -> None:
-    """The launcher of a Slurm step cannot see this process; what it prints shows that the event loop turns."""
+async def _answer_the_launcher(folder: Path, stop: StopRequest) -> None:
+    """The launcher of a Slurm step can neither see nor signal this process alone.
+
+    What is printed shows it that the event loop turns; what it asks for stands in a file. (srun passes signals on to
+    every process of the step, and its standard input only to the first component.)
+    """
+    late = lists_late(folder)
     while True:
         sys.stdout.write(BEAT_LINE + "\n")
         sys.stdout.flush()
         await asyncio.sleep(BEAT_S)
+        if read_wish(folder, late=late):
+            stop.ask("requeue")
 
 
 def agent_settings(config: RunConfig) -> AgentSettings:
@@ -316,11 +327,12 @@ def install_handlers(stop: StopRequest) -> None:
     """Signals ask, the controller obeys. A handler that printed could interrupt a print and kill the rank.
 
     In a Slurm step SIGTERM may mean that the job ends, or only that another agent failed (--kill-on-bad-exit). The
-    launch loop knows which: it gets a signal of its own, asks for an orderly end by USR2, or ends the step.
+    launch loop knows which: it gets a signal of its own, asks for an orderly end by a file, or ends the step.
     """
     for number in _SIGNALS:
         signal.signal(number, lambda received, _frame: stop.ask(_SIGNALS[signal.Signals(received)]))
     if "SLURM_PROCID" in os.environ:
+        os.environ[SPARED_VARIABLE] = "1"
         signal.signal(signal.SIGTERM, lambda _received, _frame: None)
 
 

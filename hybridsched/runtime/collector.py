@@ -7,7 +7,7 @@ back; training starts only when every trainer GPU is the trainer's. Does not kno
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,7 +164,9 @@ class Collector:
         parts.resources.require_trainer()
         self._collection_id += 1
         ranks = parts.plan.of_kind("trainer")
-        orders = self._split(rows, len(ranks))
+        size = self._config.actor_rollout_ref.actor.ppo_mini_batch_size
+        places = [data_parallel_rank(self._config, rank) for rank in range(len(ranks))]
+        orders = split_rows(rows, size, places)
         began = self._s.clock.now()
         self._hooks.activity("train")
         self._hooks.status("training")
@@ -184,7 +186,7 @@ class Collector:
         self._lending.note_trained(self._s.clock.now() - began)
         result = results[0]
         record.timing_s, record.train = result.timing_s, result.metrics
-        record.tokens, record.samples = sum(r.n_tokens for r in results), len(rows)
+        record.tokens, record.samples = sum(row.n_tokens for row in rows), len(rows)  # ranks may share samples
         for row in rows:
             age = self._age(row)
             self._hooks.cycle().ages.append(age)
@@ -198,20 +200,6 @@ class Collector:
         self._hooks.cycle().mq_size = parts.intake.available()
         self._s.check_owner()
         return True
-
-    def _split(self, rows: list[SampleRow], ranks: int) -> list[list[list[tuple[Any, int]]]]:
-        """Per rank, per mini-batch: row references. Balanced by tokens, deterministic.
-
-        Ranks of one data-parallel rank (they hold pieces of one model) get the same samples.
-        """
-        size = self._config.actor_rollout_ref.actor.ppo_mini_batch_size
-        parts = self._d.data_parallel_size
-        orders: list[list[list[tuple[Any, int]]]] = [[] for _ in range(parts)]
-        for first in range(0, len(rows), size):
-            mini = rows[first : first + size]
-            for part, chosen in enumerate(partition_samples([row.n_tokens for row in mini], parts)):
-                orders[part].append([(mini[i].ref.segment, mini[i].ref.row) for i in chosen])
-        return [orders[data_parallel_rank(self._config, rank)] for rank in range(ranks)]
 
     async def _damaged(self, rows: list[SampleRow], damaged: dict[Any, str]) -> None:
         """Quarantine, put the sound rows back, issue the lost samples again."""
@@ -228,3 +216,17 @@ class Collector:
         parts.intake.unaccept(lost)
         parts.rollouter.issue_again(lost, "its segment is damaged")
         parts.rollouter.pump()
+
+
+def split_rows(rows: Sequence[SampleRow], mini_batch: int, places: Sequence[int]) -> list[list[list[tuple[Any, int]]]]:
+    """Per rank, per mini-batch: row references (segment, row). Balanced by tokens, deterministic.
+
+    ``places``: the data-parallel rank of each rank. Ranks of the same place hold one model together: the same samples.
+    """
+    parts = max(places) + 1
+    shares: list[list[list[tuple[Any, int]]]] = [[] for _ in range(parts)]
+    for first in range(0, len(rows), mini_batch):
+        mini = rows[first : first + mini_batch]
+        for part, chosen in enumerate(partition_samples([row.n_tokens for row in mini], parts)):
+            shares[part].append([(mini[i].ref.segment, mini[i].ref.row) for i in chosen])
+    return [shares[place] for place in places]

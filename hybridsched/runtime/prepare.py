@@ -11,6 +11,7 @@ Every error here is a UserError: one message with the cure, nothing half-written
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import secrets
@@ -92,7 +93,7 @@ def check_everything(config: RunConfig) -> tuple[RunConfig, Derived]:
 def _check(config: RunConfig) -> tuple[RunConfig, Derived, dict[str, Any]]:
     """`check_everything`, and what the run is (`run_identity`)."""
     problems = [*not_available(config), *check_cores(config, len(usable_cores(config)))]
-    problems += missing_packages(config.trainer.logger)
+    problems += [*missing_packages(config.trainer.logger), *_missing_trainer(config)]
     if problems:
         raise ConfigError("this run cannot be started here:\n- " + "\n- ".join(problems))
     problems = check_paths(config)
@@ -106,6 +107,24 @@ def _check(config: RunConfig) -> tuple[RunConfig, Derived, dict[str, Any]]:
     if n_prompts is not None and config.actor_rollout_ref.actor.optim.total_training_steps == -1:
         config = _with_schedule(config, derived)
     return config, derived, identity
+
+
+def _missing_trainer(config: RunConfig) -> list[str]:
+    """What the trainer needs and this environment lacks; nothing is imported."""
+    actor = config.actor_rollout_ref.actor
+    if actor.strategy != "megatron":
+        return []
+    if importlib.util.find_spec("megatron") is None:
+        return [
+            "actor_rollout_ref.actor.strategy: megatron needs Megatron Core, which is not installed here: "
+            "pip install 'hybridsched[megatron]', or use torch"
+        ]
+    if actor.megatron.weight_source == "megatron-bridge" and importlib.util.find_spec("megatron.bridge") is None:
+        return [
+            "actor_rollout_ref.actor.megatron.weight_source: megatron-bridge is not installed here: "
+            "pip install megatron-bridge (Python 3.12 and CUDA only), or use builtin"
+        ]
+    return []
 
 
 def _check_emulated(config: RunConfig) -> tuple[None, str, None]:

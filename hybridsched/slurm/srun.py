@@ -37,6 +37,7 @@ from hybridsched.runtime.adapters.attempt import (
     read_agent,
     read_exits,
     write_attempt,
+    write_wish,
 )
 from hybridsched.runtime.prepare import PreparedRun
 from hybridsched.slurm.allocation import expand_hosts
@@ -219,10 +220,10 @@ class SrunStep:
         self._child.pump(timeout_s)
 
     def ask(self, number: signal.Signals) -> bool:
-        """srun passes USR2 on to all agents, without Slurm's controller; False when rank 0 is not up."""
+        """By a file, whatever the signal: srun would pass it on to every process of the step, workers as well."""
         if read_agent(self._what.attempt_folder, 0) is None or self._child.returncode is not None:
             return False
-        self._child.signal(signal.SIGUSR2)
+        write_wish(self._what.attempt_folder)
         return True
 
     def not_up(self) -> list[int]:

@@ -5,9 +5,10 @@
     trainer_state.pt     steps, version history, sizes (rank 0)
     rng_rank{r}.pt       random states of rank r
 
-Invariants: a checkpoint loads under other TP, PP, EP and DP sizes, and bit for bit under the same; all of it is on disk
-when `save` returns on every rank. Megatron's own writer is not used: it forks from a process full of threads, waits for
-the child without a bound, and leaves a manager process behind; torch's writer stores the same format in this process.
+Invariants: a checkpoint loads under other TP, PP, EP and DP sizes, and bit for bit under the same (what Megatron cannot
+convert is refused by name); all of it is on disk when `save` returns on every rank. Megatron's own writer is not used:
+it forks from a process full of threads, waits for the child without a bound, and leaves a manager process behind;
+torch's writer stores the same format in this process.
 
 Does not: make the folder or publish it (the caller renames it), or decide when.
 """
@@ -15,53 +16,97 @@ Does not: make the folder or publish it (the caller renames it), or decide when.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hybridsched.errors import FaultError, RunFolderError
+from hybridsched.config.schema import MegatronConfig
+from hybridsched.errors import FaultError, HybridschedError, RunFolderError
 from hybridsched.models import hf_folder
-from hybridsched.trainers import megatron_cpu
 from hybridsched.trainers.megatron_bridge import BridgeWeights
 from hybridsched.trainers.megatron_optimizer import MegatronOptimizer
 from hybridsched.trainers.megatron_weights import WeightMap
 from hybridsched.trainers.torch_checkpoint import read_state, write_state
 
 FORMAT = 1
+#: Raises on every rank when one hands in a problem.
+Together = Callable[[HybridschedError | None], None]
 SHARDS, MODEL, STATE = "megatron", "model", "trainer_state.pt"
 
 
-def save_shards(folder: Path, optimizer: MegatronOptimizer, rank: int, barrier: Callable[[str], None]) -> None:
-    """Model and optimizer, all ranks' pieces. Collective. Raises FaultError when something cannot be written."""
-    from megatron.core import dist_checkpointing
+def save_shards(folder: Path, optimizer: MegatronOptimizer, rank: int, together: Together) -> None:
+    """Model and optimizer, all ranks' pieces. Collective. Raises FaultError on every rank when one cannot write.
+
+    Megatron's `save` in its steps, because one rank failing in its first leaves the others waiting in its second.
+    """
+    from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
     target = folder / SHARDS
+    sharded, common = save_preprocess(optimizer.sharded_state(loading=False), True)
+    together(_attempt(target, lambda: _write_common(target, common)) if rank == 0 else None)
+    together(_attempt(target, lambda: _write_shards(target, sharded)))
+    together(_attempt(target, lambda: _seal(target, rank)))
+
+
+def _attempt(target: Path, step: Callable[[], None]) -> FaultError | None:
+    """What went wrong in a step, None when nothing did."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
-        target.mkdir(exist_ok=True)
-        barrier("making the checkpoint folder")
-        dist_checkpointing.save(optimizer.sharded_state(loading=False), str(target), _strategy())
-        _sync_files(target, rank)
-    except (OSError, RuntimeError) as error:
-        raise FaultError(
-            f"checkpoint: {target} cannot be written ({error}); free space or fix permissions, then resume"
-        ) from error
-    barrier("writing the checkpoint")
+        step()
+    except CheckpointException as error:  # what any rank ran into, on all of them
+        return _unwritable(target, _first(error))
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError of its zip writer
+        return _unwritable(target, error)
+    return None
+
+
+def _write_common(target: Path, common: dict[str, Any]) -> None:
+    """The part all ranks have in common, and the folder."""
+    target.mkdir(exist_ok=True)
+    torch.save(common, target / "common.pt")
+
+
+def _write_shards(target: Path, sharded: dict[str, Any]) -> None:
+    """Megatron's torch_dist format, written by torch's own writer in this process. Collective."""
+    import torch.distributed.checkpoint as dcp
+    from megatron.core.dist_checkpointing.strategies import torch as megatron_format
+
+    state, _, _ = megatron_format._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    dcp.save(
+        megatron_format.mcore_to_pyt_state_dict(state, False),
+        storage_writer=dcp.FileSystemWriter(target, thread_count=1, sync_files=True),
+        planner=megatron_format.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+    )
+
+
+def _seal(target: Path, rank: int) -> None:
+    """Say what format it is, and have everything on disk."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    if rank == 0:
+        save_config(CheckpointingConfig("torch_dist", 1), str(target))
+    _sync_files(target, rank)
 
 
 def load_shards(folder: Path, optimizer: MegatronOptimizer, steps: int) -> None:
     """Put model and optimizer back. Collective. Raises RunFolderError when the checkpoint is not usable."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     source = folder / SHARDS
     try:
         state = dist_checkpointing.load(optimizer.sharded_state(loading=True), str(source))
-    except (OSError, RuntimeError, KeyError, CheckpointingException) as error:
-        raise RunFolderError(
-            f"{source} cannot be read ({error}); resume from an older checkpoint (trainer.resume_from_path)"
-        ) from error
+    except CheckpointException as error:
+        raise _unreadable(source, _first(error)) from error
+    except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.PickleError) as error:
+        raise _unreadable(source, error) from error
+    except CheckpointingException as error:
+        raise _unreadable(source, error) from error
     optimizer.load_sharded_state(state, steps)
 
 
@@ -75,9 +120,7 @@ def save_model(folder: Path, weights: WeightMap | BridgeWeights, rank: int, comp
     try:
         hf_folder.save_weights(weights.config, weights.specs(), tensors, folder / MODEL, extra_files_from=companions)
     except OSError as error:
-        raise FaultError(
-            f"checkpoint: {folder / MODEL} cannot be written ({error}); free space or fix permissions, then resume"
-        ) from error
+        raise _unwritable(folder / MODEL, error) from error
     finally:
         tensors.close()
 
@@ -87,8 +130,12 @@ def save_state(folder: Path, state: dict[str, Any]) -> None:
     write_state(folder / STATE, {"format": FORMAT, **state})
 
 
-def load_state(folder: Path) -> dict[str, Any]:
-    """What `save_state` wrote. Raises RunFolderError when it is another trainer's, or another version's."""
+def load_state(folder: Path, sizes: MegatronConfig) -> dict[str, Any]:
+    """What `save_state` wrote.
+
+    Raises RunFolderError when it is another trainer's or another version's, or when the optimizer of ``sizes`` cannot
+    take its state over.
+    """
     if not (folder / SHARDS).is_dir():
         raise RunFolderError(
             f"{folder}: has no {SHARDS}/, so it is no checkpoint of the Megatron trainer; resume with the "
@@ -101,12 +148,29 @@ def load_state(folder: Path) -> dict[str, Any]:
             f"{folder / STATE}: format {state.get('format')!r}, this version of hybridsched reads {FORMAT}; "
             "resume with the version that wrote it"
         )
+    _require_same_optimizer(folder, state["sizes"], sizes)
     return state
+
+
+def _require_same_optimizer(folder: Path, before: dict[str, Any], now: MegatronConfig) -> None:
+    """Megatron lays optimizer state out in three ways between which it does not convert."""
+    changes = []
+    if before["use_distributed_optimizer"] != now.use_distributed_optimizer:
+        changes.append(f"use_distributed_optimizer was {str(before['use_distributed_optimizer']).lower()}")
+    if (before["expert_model_parallel_size"] > 1) != (now.expert_model_parallel_size > 1):
+        changes.append(
+            f"expert_model_parallel_size was {before['expert_model_parallel_size']} (1 and more keep experts apart)"
+        )
+    if changes:
+        raise RunFolderError(
+            f"{folder}: its optimizer state cannot be taken over: actor_rollout_ref.actor.megatron."
+            f"{' and '.join(changes)}; set it back (other sizes may change), or start a new run from {folder / MODEL}"
+        )
 
 
 def save_random_states(folder: Path, rank: int, device: torch.device) -> None:
     """This rank's generators and Megatron's named states."""
-    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "named": megatron_cpu.random_states()}
+    state: dict[str, Any] = {"cpu": torch.get_rng_state(), "named": _named_generators().get_states()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     write_state(folder / f"rng_rank{rank}.pt", state)
@@ -122,29 +186,32 @@ def load_random_states(folder: Path, rank: int, device: torch.device, log: Calla
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-    megatron_cpu.restore_random_states(state["named"])
+    _named_generators().set_states(state["named"])
 
 
-def _strategy() -> Any:
-    """Megatron's torch_dist format, written by torch's own writer in this process."""
-    import torch.distributed.checkpoint as dcp
-    from megatron.core.dist_checkpointing.strategies import torch as megatron_format
+def _named_generators() -> Any:
+    """Megatron's tracker of random states by name."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    class InProcess(megatron_format.TorchDistSaveShardedStrategy):  # type: ignore[misc]  # untyped base
-        def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-            state, _, _ = megatron_format._replace_state_dict_keys_with_sharded_keys(
-                sharded_state_dict, self.keep_only_main_replica
-            )
-            planner = megatron_format.MCoreSavePlanner(
-                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
-            )
-            dcp.save(
-                megatron_format.mcore_to_pyt_state_dict(state, False),
-                storage_writer=dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-                planner=planner,
-            )
+    return get_cuda_rng_tracker()
 
-    return InProcess("torch_dist", 1)
+
+def _first(error: Any) -> BaseException:
+    """The first of the failures that torch's checkpointing collected from the ranks."""
+    failures: dict[int, Any] = error.failures
+    rank = min(failures)
+    cause = failures[rank][0]
+    return RuntimeError(f"rank {rank}: {type(cause).__name__}: {cause}")
+
+
+def _unwritable(path: Path, error: BaseException) -> FaultError:
+    return FaultError(f"checkpoint: {path} cannot be written ({error}); free space or fix permissions, then resume")
+
+
+def _unreadable(path: Path, error: BaseException) -> RunFolderError:
+    return RunFolderError(
+        f"{path} cannot be read ({error}); resume from an older checkpoint (trainer.resume_from_path)"
+    )
 
 
 def _sync_files(folder: Path, rank: int) -> None:

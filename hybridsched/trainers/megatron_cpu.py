@@ -5,7 +5,7 @@ on gloo and CPU tensors with the same numbers: what the tests use, and `hybridsc
 
 Owns every such substitution; nothing else in the package patches Megatron or torch. `prepare` has to be called before
 `megatron.core` is imported, `finish` after the groups exist. Both are idempotent and process-wide: a process that ran
-them is a Megatron CPU process until it ends. Calls into Megatron are made inside `scope`.
+them is a Megatron CPU process until it ends.
 
 Does not: make Megatron fast on CPU, or support sequence parallelism there (its torch norms refuse it).
 """
@@ -13,42 +13,26 @@ Does not: make Megatron fast on CPU, or support sequence parallelism there (its 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-_mode: _CudaMeansCpu | None = None
-_thread = threading.local()
+_prepared = False
 
 
 def prepare() -> bool:
     """Before megatron.core is imported. Returns False, having done nothing, where CUDA is available."""
-    global _mode
+    global _prepared
     if torch.cuda.is_available():
         return False
-    if _mode is None:
-        _mode = _CudaMeansCpu()
+    if not _prepared:
+        _prepared = True
         _stand_in_for_cuda()
     return True
-
-
-@contextlib.contextmanager
-def scope() -> Iterator[None]:
-    """Inside, ``device="cuda"`` means the CPU in this thread (torch keeps its function modes per thread). Nests."""
-    if _mode is None or getattr(_thread, "inside", False):
-        yield
-        return
-    _thread.inside = True
-    try:
-        with _mode:
-            yield
-    finally:
-        _thread.inside = False
 
 
 def finish(seed: int, expert_seed: int) -> None:
@@ -56,7 +40,7 @@ def finish(seed: int, expert_seed: int) -> None:
 
     seed: differs between tensor-parallel ranks; expert_seed: between expert-parallel ranks.
     """
-    if _mode is None:
+    if not _prepared:
         return
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -71,30 +55,27 @@ def finish(seed: int, expert_seed: int) -> None:
     _dispatch_experts_on_cpu()
 
 
-def random_states() -> dict[str, Tensor]:
-    """The tracker's states by name, for a checkpoint (CPU and CUDA)."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    states: dict[str, Tensor] = get_cuda_rng_tracker().get_states()
-    return states
+#: torch's functions that make tensors, as far as Megatron calls them with ``device="cuda"`` written out.
+_FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "ones", "ones_like", "rand")
+_MORE_FACTORIES = ("randint", "randn", "tensor", "zeros", "zeros_like")
 
 
-def restore_random_states(states: dict[str, Tensor]) -> None:
-    """Put back what `random_states` gave."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+def _cuda_means_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The factory, which makes a CPU tensor when CUDA is asked for.
 
-    get_cuda_rng_tracker().set_states(states)
+    Not a torch function mode: those are per thread and absent while autograd runs a recomputed layer backward.
+    """
 
-
-class _CudaMeansCpu(TorchFunctionMode):  # type: ignore[misc]  # torch is untyped to mypy here
-    """``device="cuda"`` in a call makes a CPU tensor."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Tensor:
         device = kwargs.get("device")
-        if device is not None and (getattr(device, "type", None) == "cuda" or str(device).startswith("cuda")):
-            kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **kwargs)
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False  # nothing is copied to a GPU
+        return make(*args, **kwargs)
+
+    return made
 
 
 class _NoStream:
@@ -136,6 +117,8 @@ class _NoStream:
 def _stand_in_for_cuda() -> None:
     """torch.cuda as far as Megatron calls it without asking whether there is a GPU."""
     cuda, tensor = torch.cuda, torch.Tensor
+    for name in (*_FACTORIES, *_MORE_FACTORIES):
+        setattr(torch, name, _cuda_means_cpu(getattr(torch, name)))
     cuda.current_device = lambda: "cpu"
     cuda.synchronize = lambda *args, **kwargs: None
     tensor.cuda = lambda self, *args, **kwargs: self

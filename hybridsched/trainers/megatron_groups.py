@@ -33,9 +33,10 @@ class MegatronGroups(Collectives):
         self._config = config
         self.sizes = config.actor_rollout_ref.actor.megatron
         self.tp, self.pp = self.sizes.tensor_model_parallel_size, self.sizes.pipeline_model_parallel_size
+        self.cp = self.sizes.context_parallel_size
         self.ep = self.sizes.expert_model_parallel_size
         self.etp = self.sizes.expert_tensor_parallel_size or self.tp
-        self.dp = group.world_size // (self.tp * self.pp * self.sizes.context_parallel_size)
+        self.dp = group.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def gathers(self) -> bool:
@@ -59,7 +60,7 @@ class MegatronGroups(Collectives):
             parallel_state.initialize_model_parallel(
                 self.tp,
                 self.pp,
-                context_parallel_size=self.sizes.context_parallel_size,
+                context_parallel_size=self.cp,
                 expert_model_parallel_size=self.ep,
                 expert_tensor_parallel_size=self.etp,
                 distributed_timeout_minutes=group.timeout_s / 60.0,
@@ -74,6 +75,8 @@ class MegatronGroups(Collectives):
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
         self.ep_rank = parallel_state.get_expert_model_parallel_rank()
         self.etp_rank = parallel_state.get_expert_tensor_parallel_rank()
+        self.cp_rank = parallel_state.get_context_parallel_rank()
+        self.cp_group = parallel_state.get_context_parallel_group() if self.cp > 1 else None
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         self.pp_group = parallel_state.get_pipeline_model_parallel_group()
         self.ep_group = parallel_state.get_expert_model_parallel_group()
@@ -103,6 +106,16 @@ class MegatronGroups(Collectives):
             return values
         return self._reduced(values, lambda tensor: dist.all_reduce(tensor, group=self._data_group))
 
+    def data_extremes(self, value: float) -> tuple[float, float]:
+        """The smallest and largest of a value among the ranks that hold the same pieces with different samples."""
+        if self.dp == 1:
+            return value, value
+        both = np.array([value, -value])
+        high, low = self._reduced(
+            both, lambda tensor: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._data_group)
+        )
+        return float(-low), float(high)
+
     # -- inside the model ---------------------------------------------------------------------------------------------
 
     def from_last_stage(self, values: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
@@ -117,7 +130,7 @@ class MegatronGroups(Collectives):
 
     def same_micro_batches(self, count: int) -> int:
         """How many micro-batches to run: data-parallel ranks that share experts have to run equally many."""
-        if self.ep == 1 or self.world_size == 1:
+        if self.ep == 1:
             return count
         return int(self.max_array(np.array([float(count)]))[0])
 

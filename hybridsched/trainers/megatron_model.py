@@ -21,6 +21,7 @@ from hybridsched.models import megatron_layout
 from hybridsched.models.config import ModelConfig
 from hybridsched.models.model_sizes import size_problems
 from hybridsched.models.qwen3 import torch_dtype
+from hybridsched.trainers.context_parallel import GatheredAttention
 from hybridsched.trainers.forward import PaddedRows
 from hybridsched.trainers.megatron_groups import MegatronGroups
 
@@ -91,7 +92,7 @@ def transformer_config(config: ModelConfig, groups: MegatronGroups, dtype: torch
         "bf16": dtype == torch.bfloat16,
         "tensor_model_parallel_size": groups.tp,
         "pipeline_model_parallel_size": groups.pp,
-        "context_parallel_size": sizes.context_parallel_size,
+        "context_parallel_size": groups.cp,
         "expert_model_parallel_size": groups.ep,
         "expert_tensor_parallel_size": groups.etp,
         "variable_seq_lengths": groups.pp > 1,
@@ -150,6 +151,8 @@ def _gpt_model(config: ModelConfig, megatron: Any, groups: MegatronGroups, devic
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=True, **options)
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(moe_grouped_gemm=False, normalization="RMSNorm", **options)
+        if groups.cp > 1:
+            spec.submodules.self_attention.submodules.core_attention = GatheredAttention
     model = GPTModel(
         config=megatron,
         transformer_layer_spec=spec,
@@ -162,4 +165,4 @@ def _gpt_model(config: ModelConfig, megatron: Any, groups: MegatronGroups, devic
         position_embedding_type="rope",
         rotary_base=config.rope_theta,
     )
-    return model.to(device)
+    return model.to(device=device, dtype=megatron.params_dtype)  # Megatron's torch norms are always float32

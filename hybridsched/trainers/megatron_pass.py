@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridsched.trainers.batching import micro_batches
+from hybridsched.trainers.context_parallel import assemble, share
 from hybridsched.trainers.forward import PaddedRows, pad_rows
 from hybridsched.trainers.losses import MiniBatchSize
 from hybridsched.trainers.megatron_groups import MegatronGroups
@@ -110,13 +111,15 @@ class MegatronPass:
         def forward(source: Any, chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(source)
             rows = batches[number] if number < len(batches) else self._nothing()
-            output = model.forward(rows)
+            part = share(rows, self._groups.cp_rank, self._groups.cp)
+            output = model.forward(part.rows)
             self._tick()
 
             def loss(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                logp, entropy = action_terms(
-                    logits, rows.targets, model.config.vocab_size, self._groups.tp_group, temperature
+                terms = action_terms(
+                    logits, part.rows.targets, model.config.vocab_size, self._groups.tp_group, temperature
                 )
+                logp, entropy = (assemble(values, part, self._groups.cp_group) for values in terms)
                 value = consume(number, logp, entropy) if number < len(batches) else logp.sum()
                 return value, torch.zeros((), dtype=torch.int, device=value.device), {}
 

@@ -12,22 +12,23 @@ Does not: patch Megatron (megatron_cpu does, only where there is no CUDA), or su
 
 from __future__ import annotations
 
-import functools
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hybridsched.config.schema import RunConfig
-from hybridsched.errors import ConfigError, HybridschedError, InternalError
-from hybridsched.model import TensorSpec, TokenArray
+from hybridsched.errors import ConfigError, FaultError, HybridschedError, InternalError
+from hybridsched.model import TensorSpec
 from hybridsched.models import hf_folder
 from hybridsched.trainers import megatron_checkpoint, megatron_cpu
-from hybridsched.trainers.base import TrainBatch, TrainerGroup, TrainResult
+from hybridsched.trainers.base import TrainerGroup
 from hybridsched.trainers.losses import MiniBatchSize
 from hybridsched.trainers.megatron_bridge import BridgeWeights
 from hybridsched.trainers.megatron_groups import MegatronGroups
@@ -41,20 +42,6 @@ from hybridsched.trainers.train_metrics import BatchTally
 from hybridsched.trainers.trajectories import Trajectory
 from hybridsched.trainers.version_history import VersionHistory
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _in_megatron(method: Callable[P, R]) -> Callable[P, R]:
-    """The worker calls trainer methods from any of its threads; Megatron's stand-ins for CUDA are per thread."""
-
-    @functools.wraps(method)
-    def inside(*args: P.args, **kwargs: P.kwargs) -> R:
-        with megatron_cpu.scope():
-            return method(*args, **kwargs)
-
-    return inside
-
 
 class MegatronTrainer(PolicyTrainer):
     """See the module and `PolicyTrainer`. Sizes come from `actor_rollout_ref.actor.megatron`."""
@@ -65,7 +52,7 @@ class MegatronTrainer(PolicyTrainer):
         self, config: RunConfig, *, device: str = "cpu", scratch: Path, log: Callable[[str], None] = print
     ) -> None:
         super().__init__(config, device=device, scratch=scratch, log=log)
-        _require_megatron()
+        _require_megatron(self._device.type)
         self._groups: MegatronGroups
         self._policy: PolicyModel
         self._weights: WeightMap | BridgeWeights
@@ -75,7 +62,6 @@ class MegatronTrainer(PolicyTrainer):
         self._dropped = DroppedBuffers()
         self._parameters_away = False
 
-    @_in_megatron
     def start(self, group: TrainerGroup) -> None:
         actor = self._config.actor_rollout_ref.actor
         model = hf_folder.load_config(self._model_folder)
@@ -86,6 +72,7 @@ class MegatronTrainer(PolicyTrainer):
         self._policy = PolicyModel(model, self._groups, actor.dtype, self._device)
         self._weights = self._weights_of(self._policy)
         self._load_weights(self._weights)
+        self._check_equal_weights()
         self._optimizer = MegatronOptimizer(self._policy, actor, self._schedule)
         self._pass = MegatronPass(self._groups, self._device, self._tick)
         if actor.use_kl_loss:
@@ -117,15 +104,19 @@ class MegatronTrainer(PolicyTrainer):
             problem = error
         self._fail_together(problem)
 
+    def _check_equal_weights(self) -> None:
+        """Data-parallel ranks must hold the same weights: compare a checksum of what is not shared out to experts."""
+        with torch.no_grad():
+            shared = [p for p in self._policy_parameters() if getattr(p, "allreduce", True)]
+            digest = sum(float(p.double().sum()) * (i + 1) for i, p in enumerate(shared))
+        low, high = self._groups.data_extremes(digest)
+        if low != high:
+            raise FaultError(
+                f"trainer ranks hold different weights (checksums from {low!r} to {high!r}); "
+                f"is {self._model_folder} the same on every trainer node?"
+            )
+
     # -- training -----------------------------------------------------------------------------------------------------
-
-    @_in_megatron
-    def train(self, batch: TrainBatch) -> TrainResult:
-        return super().train(batch)
-
-    @_in_megatron
-    def logprobs(self, sequences: Sequence[tuple[TokenArray, TokenArray]], temperature: float) -> list[Any]:
-        return super().logprobs(sequences, temperature)
 
     @property
     def _steps(self) -> int:
@@ -195,11 +186,10 @@ class MegatronTrainer(PolicyTrainer):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    @_in_megatron
     def save_checkpoint(self, folder: Path) -> None:
         self._require_resident("save_checkpoint")
-        rank, groups = self._groups.rank, self._groups
-        megatron_checkpoint.save_shards(folder, self._optimizer, rank, groups.barrier)
+        rank = self._groups.rank
+        megatron_checkpoint.save_shards(folder, self._optimizer, rank, self._fail_together)
         problem: HybridschedError | None = None
         try:
             megatron_checkpoint.save_model(folder, self._weights, rank, self._model_folder)
@@ -213,13 +203,12 @@ class MegatronTrainer(PolicyTrainer):
         self._fail_together(problem)
         self._tick()
 
-    @_in_megatron
     def load_checkpoint(self, folder: Path) -> None:
         self._require_resident("load_checkpoint")
         problem: HybridschedError | None = None
         state: dict[str, Any] = {}
         try:
-            state = megatron_checkpoint.load_state(folder)
+            state = megatron_checkpoint.load_state(folder, self._groups.sizes)
         except HybridschedError as error:
             problem = error
         self._fail_together(problem)
@@ -234,12 +223,20 @@ class MegatronTrainer(PolicyTrainer):
         self._tick()
 
 
-def _require_megatron() -> None:
-    """Import Megatron Core, with its stand-ins for CUDA where there is none. Raises ConfigError when it is missing."""
-    megatron_cpu.prepare()
+def _require_megatron(device: str) -> None:
+    """Import Megatron Core, with its stand-ins for CUDA where there is none.
+
+    Raises ConfigError when it is missing, and for CPU on a machine with a GPU: Megatron would use that.
+    """
+    if device == "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.device: cpu with strategy megatron works only where no GPU is visible; set trainer.device: cuda, "
+            "or start with CUDA_VISIBLE_DEVICES= (empty)"
+        )
     try:
-        with megatron_cpu.scope():
-            import megatron.core  # noqa: F401
+        if importlib.util.find_spec("megatron") is not None:
+            megatron_cpu.prepare()  # before the import, and only where there is something to import
+        import megatron.core  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"actor_rollout_ref.actor.strategy is megatron, but Megatron Core cannot be imported ({error}); "

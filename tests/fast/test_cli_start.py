@@ -173,7 +173,7 @@ def test_demo_tells_what_is_not_available_yet_before_it_trains_a_model(call, lau
         raise DataError("the model was made first")
 
     monkeypatch.setattr(inputs, "make_inputs", make)
-    code, _, err = call("demo", "--engine", "vllm")
+    code, _, err = call("demo", "launcher=slurm")
     assert 2 == code
     assert "not available yet" in err
 

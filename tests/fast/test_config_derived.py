@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridsched.config import RunConfig, derive, format_derived
+from hybridsched.config.derived import collective_weights, data_parallel_rank
 
 Values = dict[str, Any]
 
@@ -94,6 +95,39 @@ def test_concurrency_never_exceeds_the_window() -> None:
 def test_data_parallel_size_of_megatron(gpus: int, sizes: Values, expected: int) -> None:
     actor = {"strategy": "megatron", "megatron": sizes}
     assert expected == derive(build(actor=actor, trainer={"n_gpus_per_node": gpus})).data_parallel_size
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "expected"),
+    [
+        (4, {}, [0, 1, 2, 3]),
+        (4, {"tensor_model_parallel_size": 2}, [0, 0, 1, 1]),
+        (4, {"pipeline_model_parallel_size": 2}, [0, 1, 0, 1]),
+        (8, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, [0, 0, 1, 1, 0, 0, 1, 1]),
+        (4, {"expert_model_parallel_size": 4}, [0, 1, 2, 3]),
+    ],
+)
+def test_ranks_that_hold_one_model_together_share_their_samples(gpus: int, sizes: Values, expected: list[int]) -> None:
+    config = build(actor={"strategy": "megatron", "megatron": sizes}, trainer={"n_gpus_per_node": gpus})
+    assert expected == [data_parallel_rank(config, rank) for rank in range(gpus)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "expected"),
+    [
+        ("torch", {"tensor_model_parallel_size": 2}, False),
+        ("megatron", {}, False),
+        ("megatron", {"tensor_model_parallel_size": 2}, True),
+        ("megatron", {"pipeline_model_parallel_size": 2}, True),
+        ("megatron", {"expert_model_parallel_size": 2}, True),
+        ("megatron", {"weight_source": "megatron-bridge"}, True),
+    ],
+)
+def test_handing_out_weights_is_collective_where_a_rank_does_not_hold_them_all(
+    strategy: str, sizes: Values, expected: bool
+) -> None:
+    config = build(actor={"strategy": strategy, "megatron": sizes}, trainer={"n_gpus_per_node": 2})
+    assert expected == collective_weights(config)
 
 
 def test_torch_trainer_is_data_parallel_over_all_gpus() -> None:

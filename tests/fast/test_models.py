@@ -8,10 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
-from hybridsched.errors import DataError
+from hybridsched.errors import DataError, InternalError
 from hybridsched.model import TensorSpec
-from hybridsched.models.hf_folder import load_config, load_hf, named_weights, save_hf, weight_specs
+from hybridsched.models.config import weight_shapes
+from hybridsched.models.folder_check import check_model
+from hybridsched.models.hf_folder import (
+    TensorReader,
+    load_config,
+    load_hf,
+    named_weights,
+    save_hf,
+    save_weights,
+    weight_specs,
+)
 from hybridsched.models.qwen3 import CausalLM, ModelConfig, seeded_init
 
 TINY = ModelConfig(
@@ -212,3 +223,92 @@ def test_a_missing_folder_and_a_missing_shard_are_refused(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "gone.safetensors"}}))
     with pytest.raises(DataError, match=r"gone.safetensors.*missing"):
         load_hf(tmp_path)
+
+
+# -- mixtures of experts ----------------------------------------------------------------------------------------------
+
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "tie_word_embeddings": False}
+
+
+def test_a_mixture_of_experts_is_described_as_transformers_describes_it(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = transformers.Qwen3MoeConfig(vocab_size=64, num_hidden_layers=2, **sizes, **MOE)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    ours = check_model(tmp_path)
+    assert ("qwen3_moe", 4, 2, 8) == (
+        ours.model_type,
+        ours.num_experts,
+        ours.num_experts_per_tok,
+        ours.moe_intermediate_size,
+    )
+    back = transformers.Qwen3MoeConfig(**ours.to_hf())
+    assert (4, 2, 8, ours.norm_topk_prob) == (
+        back.num_experts,
+        back.num_experts_per_tok,
+        back.moe_intermediate_size,
+        back.norm_topk_prob,
+    )
+    assert ours == ModelConfig.from_hf(ours.to_hf())
+
+
+def test_torch_refuses_a_mixture_of_experts_and_says_what_can(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"qwen3_moe.*strategy: megatron.*rollout\.name: vllm"):
+        CausalLM(tiny(**MOE))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, it must be between 1 and num_experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ({"mlp_only_layers": [1]}, "dense layers between mixtures of experts"),
+        ({"decoder_sparse_step": 2}, "dense layers between mixtures of experts"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused_by_name(change: dict[str, object], says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        ModelConfig.from_hf({**tiny(**MOE).to_hf(), **change})
+
+
+# -- tensor by tensor -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_written_as_they_come_are_an_ordinary_safetensors_file(dtype: str, tmp_path: Path) -> None:
+    model = noisy(TINY).to(getattr(torch, dtype))
+    alive = 0
+
+    def one_by_one():
+        nonlocal alive
+        for name, tensor in named_weights(model):
+            alive += 1
+            yield name, tensor.clone()
+
+    save_weights(TINY, weight_specs(model), one_by_one(), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert alive == len(stored)
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in named_weights(model))
+
+
+def test_tensors_out_of_order_are_not_written(tmp_path: Path) -> None:
+    model = noisy(TINY)
+    with pytest.raises(InternalError, match=r"came where \('model\.embed_tokens\.weight', .* was due"):
+        save_weights(TINY, weight_specs(model), reversed(list(named_weights(model))), tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_tensors_are_read_one_by_one(tmp_path: Path) -> None:
+    model = noisy(TINY)
+    save_hf(model, tmp_path)
+    with TensorReader(tmp_path, weight_shapes(TINY)) as reader:
+        assert all(torch.equal(tensor, reader.read(name)) for name, tensor in named_weights(model))
+
+
+def test_a_folder_that_lacks_a_tensor_or_has_another_shape_is_refused(tmp_path: Path) -> None:
+    save_hf(noisy(TINY), tmp_path)
+    shapes = weight_shapes(TINY)
+    with pytest.raises(DataError, match=r"lm_head\.weight not in its safetensors files"):
+        TensorReader(tmp_path, {**shapes, "lm_head.weight": (64, 32)}).__enter__()
+    wider = {**shapes, "model.norm.weight": (33,)}
+    with TensorReader(tmp_path, wider) as reader, pytest.raises(DataError, match=r"shape \(32,\), config.json says"):
+        reader.read("model.norm.weight")

@@ -15,7 +15,15 @@ import pytest
 from hybridsched.config import derive, load_config
 from hybridsched.errors import ConfigError, FaultError
 from hybridsched.runtime.adapters import slurm, slurm_step
-from hybridsched.runtime.adapters.attempt import BEAT_LINE, AttemptInfo, Ending, read_attempt, write_agent, write_exit
+from hybridsched.runtime.adapters.attempt import (
+    BEAT_LINE,
+    AttemptInfo,
+    Ending,
+    read_attempt,
+    read_wish,
+    write_agent,
+    write_exit,
+)
 from hybridsched.runtime.plan import RunPlan
 from hybridsched.runtime.prepare import PreparedRun, plan_of
 from hybridsched.slurm import srun
@@ -169,17 +177,14 @@ def test_what_srun_says_of_a_task_that_ended_badly_is_heard_at_once(scene: Scene
     assert [] == step.end()
 
 
-def test_srun_is_asked_by_usr2_once_rank_0_is_there(scene: Scene) -> None:
-    program = (
-        "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2]); print('up', flush=True);"
-        "signal.sigwait([signal.SIGUSR2]); print('asked', flush=True); signal.pause()"
-    )
-    step, lines, folder = fake_srun(scene, program)
+def test_rank_0_is_asked_by_a_file_once_it_is_there(scene: Scene) -> None:
+    step, lines, folder = fake_srun(scene, "import time; print('up', flush=True); time.sleep(600)")
     pump_until(step, lambda: "up" in lines)
     assert not step.ask(signal.SIGTERM)
+    assert not read_wish(folder)
     write_agent(folder, 0, "1:1")
     assert step.ask(signal.SIGTERM)
-    pump_until(step, lambda: "asked" in lines)
+    assert read_wish(folder)
     assert [1, 2] == step.not_up()
     assert [] == step.end()
 

@@ -458,3 +458,74 @@ def test_an_emulated_sync_can_be_aborted_and_repeated() -> None:
         "standalone.0: sync of 0.1 aborted: a member died",
     ]
     assert (at, version) == (1.0, V2)
+
+
+# -- a trainer whose weights are gathered from several ranks ------------------------------------------------------------
+
+
+class Walk:
+    """Iterates like a sharded trainer's weights, and knows how often its end was asked for."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.taken, self.closed = inner, 0, 0
+
+    def __iter__(self) -> Walk:
+        return self
+
+    def __next__(self) -> Any:
+        found = next(self.inner)
+        self.taken += 1
+        return found
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def watch_walks(trainer: TorchTrainer) -> list[Walk]:
+    """The walks the trainer hands out from now on."""
+    walks: list[Walk] = []
+    plain = trainer.iter_weights
+
+    def iter_weights() -> Walk:
+        walks.append(Walk(plain()))
+        return walks[-1]
+
+    trainer.iter_weights = iter_weights  # type: ignore[method-assign,assignment]
+    return walks
+
+
+def test_the_walk_of_a_sync_is_closed_however_it_ends(tmp_path: Path) -> None:
+    """Other ranks gather along: a sender that stops early, or before it begins, must not leave them waiting."""
+
+    async def main() -> None:
+        async with world(tmp_path, "standalone.0") as w:
+            walks = watch_walks(w.trainer)
+            assert all(not isinstance(result, BaseException) for result in await w.sync(V1))
+            with pytest.raises(WeightSyncError, match="was not opened"):
+                await w.sender.send(m.SendWeights(99, V2, ["trainer.0", "nobody"]))
+            engine = w.engines["standalone.0"]
+            engine.stuck = asyncio.Event()
+            address = await w.open(fresh=True)
+            calls = [
+                asyncio.ensure_future(w.sender.send(m.SendWeights(w.attempt, V2, w.members))),
+                asyncio.ensure_future(w.receive("standalone.0", V2, address)),
+            ]
+            await engine.reached.wait()
+            w.abort("test")
+            engine.stuck.set()
+            assert all(isinstance(result, WeightSyncError) for result in await outcomes(calls))
+            assert [1, 1, 1] == [walk.closed for walk in walks]
+            assert 0 == walks[1].taken
+
+    run(main)
+
+
+def test_the_walk_of_a_hand_over_nobody_comes_to_is_closed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with world(tmp_path, bucket_s=0.5) as w:
+            walks = watch_walks(w.trainer)
+            with pytest.raises(WeightSyncError):
+                await w.sender.write_handover(m.WriteHandover(V1, "handover-1", ["hybrid.0"]))
+            assert [1] == [walk.closed for walk in walks]
+
+    run(main)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from safetensors.torch import load_file
 from hybridsched.config.derived import data_parallel_rank, data_parallel_size
 from hybridsched.config.schema import RunConfig
 from hybridsched.errors import HybridschedError
+from hybridsched.trainers import megatron_checkpoint
 from hybridsched.trainers.base import TrainBatch, TrainerGroup
 from hybridsched.trainers.batching import partition_samples
 from hybridsched.trainers.megatron_trainer import MegatronTrainer
@@ -142,6 +145,31 @@ def offload(r: Rank) -> dict[str, Any]:
     return {"freed": (kept, rest), "same": same, "refused": refused}
 
 
+def memory(r: Rank) -> dict[str, Any]:
+    """Resident bytes along an offload, and the highest while weights are handed out and written."""
+    r.trainer.train(r.batch(0))
+    out = {"trained": _resident()}
+    out["freed_state"] = r.trainer.offload(keep_parameters=True)
+    out["without_state"] = _resident()
+    out["freed_parameters"] = r.trainer.offload(keep_parameters=False)
+    out["without_parameters"] = _resident()
+    r.trainer.onload()
+    out["back"] = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _resident()
+    out["largest"] = max(tensor.numel() * tensor.element_size() for _, tensor in r.trainer.iter_weights())
+    folder = r.folder / "export"
+    folder.mkdir(exist_ok=True)
+    megatron_checkpoint.save_model(folder, r.trainer._weights, r.rank, r.model)
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    out["peak_of_handing_out"] = int(peak.split()[1]) * 1024 - before
+    return out
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def checkpoint_before_the_first_step(r: Rank) -> bool:
     """As every run does: back at its beginning, the first step is the one it took."""
     folder = r.folder / "checkpoint0"
@@ -181,12 +209,55 @@ def checkpoint(r: Rank) -> dict[str, Any]:
     }
 
 
+def full_disk(r: Rank) -> dict[str, Any]:
+    """No file may grow beyond a few bytes: saving fails everywhere, and works when there is space again."""
+    folder = r.folder / "full"
+    folder.mkdir(exist_ok=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    said = ""
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+        r.trainer.save_checkpoint(folder)
+    except HybridschedError as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    weights = r.weights()
+    r.trainer.save_checkpoint(folder)
+    r.trainer.train(r.batch(8))
+    r.trainer.load_checkpoint(folder)
+    after = r.weights()
+    return {"said": said, "works_again": all(np.array_equal(weights[n], after[n]) for n in weights)}
+
+
+def damaged_shard(r: Rank) -> str:
+    """A file of the newest checkpoint was cut short."""
+    folder = r.folder / "checkpoint"
+    if r.rank == 0:
+        for path in (folder / "megatron").glob("*.distcp"):
+            os.truncate(path, 100)
+    try:
+        r.trainer.load_checkpoint(folder)
+    except HybridschedError as error:
+        return str(error)
+    return ""
+
+
 def resume(r: Rank) -> dict[str, Any]:
     """From the checkpoint of a job of other sizes."""
     r.trainer.load_checkpoint(Path(r.job["checkpoint"]))
     restored = r.weights()
     result = r.trainer.train(r.batch(7))
     return {"restored": restored, "metrics": result.metrics, "moved_weights": r.weights()}
+
+
+def resume_refused(r: Rank) -> str:
+    """What is said of a checkpoint that these sizes cannot take over."""
+    try:
+        r.trainer.load_checkpoint(Path(r.job["checkpoint"]))
+    except HybridschedError as error:
+        return str(error)
+    return ""
 
 
 def refuse_poison(r: Rank) -> dict[str, Any]:
@@ -211,22 +282,28 @@ def lose_a_peer(r: Rank) -> str:
     return ""
 
 
+def run_stage(stage: dict[str, Any], rank: int, answers: dict[str, Any]) -> None:
+    """A stage that fails leaves its traceback as "error"; the next one starts anew."""
+    r = Rank(stage, rank)
+    try:
+        for name in ("start", *stage["checks"]):
+            check: Callable[[Rank], Any] = Rank.start if name == "start" else globals()[name]
+            began = time.monotonic()
+            answers[name] = check(r)
+            print(f"rank {rank}, {stage['name']}: {name} {time.monotonic() - began:.1f} s", flush=True)
+    except Exception:
+        answers["error"] = traceback.format_exc()
+        print(answers["error"], flush=True)
+    r.trainer.shutdown()
+
+
 def main() -> None:
     path, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     answers: dict[str, dict[str, Any]] = {}
     for stage in json.loads(path.read_text()):
-        r = Rank(stage, rank)
-        began = time.monotonic()
-        r.start()
-        print(f"rank {rank}, {stage['name']}: started in {time.monotonic() - began:.1f} s", flush=True)
         answers[stage["name"]] = {}
-        for name in stage["checks"]:
-            check: Callable[[Rank], Any] = globals()[name]
-            began = time.monotonic()
-            answers[stage["name"]][name] = check(r)
-            print(f"rank {rank}, {stage['name']}: {name} {time.monotonic() - began:.1f} s", flush=True)
-        r.trainer.shutdown()
+        run_stage(stage, rank, answers[stage["name"]])
         (path.parent / f"rank{rank}.pickle").write_bytes(pickle.dumps(answers))
 
 

@@ -2,6 +2,7 @@
 
     attempt.json       by the launcher, before anything starts: secret, mark, lifeline (readable by the owner only)
     config.yaml        by the launcher, only when this start differs from config/resolved.yaml (fewer nodes)
+    stop.json          by the launcher of a Slurm step: rank 0 is to end in order, the run goes on in a later start
     agent-<rank>.json  by each agent when it can take signals: which process it is
     result.json        by rank 0 at the end of the run: the only proof of success
     exit-<rank>.json   by each agent at its end: exit code, and what went wrong
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridsched.errors import FaultError, RunFolderError
+from hybridsched.sample_queue.files import refresh_listing
 
 RESULT_FILE = "result.json"  #: written by runtime.build
 BEAT_LINE = "@beat"  #: what rank 0 prints now and then where its launcher cannot see the process
 ATTEMPT_FILE = "attempt.json"
+_WISH_FILE = "stop.json"
 _LATEST = "latest"
 _MAX_RACES = 64
 
@@ -108,6 +111,18 @@ def read_attempt(folder: Path) -> AttemptInfo:
         return AttemptInfo(**{**data, "nodes": tuple(data.get("nodes", ()))})
     except TypeError as error:
         raise FaultError(f"{folder / ATTEMPT_FILE}: written by another version of hybridsched ({error})") from error
+
+
+def write_wish(folder: Path) -> None:
+    """Ask rank 0 for an orderly end."""
+    _write(folder / _WISH_FILE, {"stop": "requeue"})
+
+
+def read_wish(folder: Path, *, late: bool = False) -> bool:
+    """Whether an orderly end is asked for. late: on a network file system, which remembers what was not there."""
+    if late:
+        refresh_listing(folder)
+    return _read(folder / _WISH_FILE) is not None
 
 
 def write_agent(folder: Path, rank: int, tag: str) -> None:

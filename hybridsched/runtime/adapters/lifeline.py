@@ -27,6 +27,9 @@ from pathlib import Path
 RUN_ID_VARIABLE = "HYBRIDSCHED_RUN_ID"  #: mark of every process of a run
 LAUNCH_VARIABLE = "HYBRIDSCHED_LAUNCH"  #: mark of every process of one call of the launcher
 
+#: Set by an agent in a Slurm step, for the processes it starts (`spare_signals`).
+SPARED_VARIABLE = "HYBRIDSCHED_SPARE_SIGNALS"
+
 _PR_SET_PDEATHSIG = 1
 _LAUNCHER_PREFIXES = ("PMI", "OMPI", "MPI", "PRTE", "SLURM", "HYDRA", "I_MPI")
 _SWEEP_PAUSE_S = 0.05
@@ -42,6 +45,20 @@ def die_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused; hybridsched needs Linux")
     if os.getppid() != parent:  # it died before the signal was armed
         os._exit(1)
+
+
+def spare_signals() -> bool:
+    """Let nobody but the agent end this process in order. Returns whether it is one of a Slurm step.
+
+    Slurm sends what is meant for a step to every process of it: TERM when the job ends, USR2 before its time limit. The
+    agent and the launch loop know what follows from them, and need their workers for it. Not ignored but handled: what
+    this process starts can be ended as usual.
+    """
+    if SPARED_VARIABLE not in os.environ:
+        return False
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda _number, _frame: None)
+    return True
 
 
 def start_ticks(pid: int) -> int | None:

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from hybridsched.config.derived import Derived, derive
 from hybridsched.config.schema import RunConfig
 from hybridsched.engines.base import GenerationEngine
@@ -131,7 +133,12 @@ def _replica_worker(
     from hybridsched.runtime.adapters.weight_transport import GroupReceiver
 
     device = parts.device_of(config)
-    engine = parts.make_engine(config, derived, spec, device)
+
+    def on_death(error: Exception) -> None:
+        if endpoint.on_error is not None:  # ends this process; its agent starts another
+            endpoint.on_error(error, "watching the engine's processes")
+
+    engine = parts.make_engine(config, derived, spec, device, on_death)
     return _rollout_worker(
         spec,
         config,
@@ -144,7 +151,7 @@ def _replica_worker(
         context.incarnation,
         clock,
         offload,
-        rss_bytes,
+        tree_rss_bytes,
         beat_s,
     )
 
@@ -163,6 +170,18 @@ def _transport(config: RunConfig, context: WorkerContext, device: str) -> Transp
 def rss_bytes() -> int:
     """Resident memory of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE
+
+
+def tree_rss_bytes() -> int:
+    """Resident memory of this process and its children (an engine may live in them); shared pages count twice."""
+    children = psutil.Process().children(recursive=True)
+    total = rss_bytes()
+    for child in children:
+        try:
+            total += child.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
 
 
 def build_emulated_worker(

@@ -21,6 +21,8 @@ from hybridsched.runtime.plan import WorkerSpec
 from hybridsched.runtime.workers import settings
 from hybridsched.trainers.base import Trainer
 
+OnDeath = Callable[[Exception], None]
+
 #: strategy -> (class, called as Class(config, device=..., scratch=...); the extra that installs what it needs)
 _TRAINERS = {
     "torch": ("hybridsched.trainers.torch_trainer:TorchTrainer", None),
@@ -48,17 +50,24 @@ def make_trainer(config: RunConfig, device: str, scratch: Path) -> Trainer:
     return trainer
 
 
-def make_engine(config: RunConfig, derived: Derived, spec: WorkerSpec, device: str) -> GenerationEngine:
-    """The engine of rollout.name, not yet started. Raises ConfigError when it is not installed or has no model."""
+def make_engine(
+    config: RunConfig, derived: Derived, spec: WorkerSpec, device: str, on_death: OnDeath
+) -> GenerationEngine:
+    """The engine of rollout.name, not yet started. Raises ConfigError when it has no model.
+
+    ``on_death`` is called on the event loop when a process of the engine dies: this worker is then of no use.
+    """
     name = config.actor_rollout_ref.rollout.name
     model = config.actor_rollout_ref.model.path
     if model is None:
         raise ConfigError(f"actor_rollout_ref.model.path is null; the {name} engine needs a Hugging Face folder")
     _bound_threads(config)
-    return _ENGINES[name](model, config, derived, spec, device)
+    return _ENGINES[name](model, config, derived, spec, device, on_death)
 
 
-def _torch_engine(model: str, config: RunConfig, derived: Derived, _spec: WorkerSpec, device: str) -> GenerationEngine:
+def _torch_engine(
+    model: str, config: RunConfig, derived: Derived, _spec: WorkerSpec, device: str, _on_death: OnDeath
+) -> GenerationEngine:
     from hybridsched.data.tokenizer import stop_token_ids
     from hybridsched.engines.torch_engine import TorchEngine
 
@@ -66,7 +75,20 @@ def _torch_engine(model: str, config: RunConfig, derived: Derived, _spec: Worker
     return TorchEngine(model, device=device, stop_token_ids=stop_token_ids(model), **options)
 
 
-_ENGINES: dict[str, Callable[[str, RunConfig, Derived, WorkerSpec, str], GenerationEngine]] = {"torch": _torch_engine}
+def _vllm_engine(
+    model: str, config: RunConfig, derived: Derived, spec: WorkerSpec, device: str, on_death: OnDeath
+) -> GenerationEngine:
+    from hybridsched.data.tokenizer import stop_token_ids
+    from hybridsched.engines.vllm_engine import VllmEngine
+
+    options = settings.vllm_options(config, derived, spec)
+    return VllmEngine(model, options, device=device, stop_token_ids=stop_token_ids(model), on_death=on_death)
+
+
+_ENGINES: dict[str, Callable[[str, RunConfig, Derived, WorkerSpec, str, OnDeath], GenerationEngine]] = {
+    "torch": _torch_engine,
+    "vllm": _vllm_engine,
+}
 
 
 def _bound_threads(config: RunConfig) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybridsched.runtime.adapters.channel import Channel, Hello, Welcome, attach, connect
-from hybridsched.runtime.adapters.lifeline import die_with
+from hybridsched.runtime.adapters.lifeline import SPARED_VARIABLE, die_with, spare_signals
 
 if TYPE_CHECKING:
     from hybridsched.runtime.endpoint import Endpoint
@@ -79,7 +79,8 @@ class Process:
     async def run(self) -> None:
         """Until the orderly end. Raises _End when the agent is gone, and what breaks the worker."""
         worker, endpoint, drain_s = self._build()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave.set)
+        if SPARED_VARIABLE not in os.environ:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave.set)
         working: asyncio.Future[None] = asyncio.ensure_future(worker.run())
         leaving = asyncio.ensure_future(self._leave.wait())
         await _any_of(working, leaving, self._broken)
@@ -189,6 +190,7 @@ def main() -> None:
     """Entry point. Never returns."""
     arguments = _parse(sys.argv[1:])
     die_with(arguments.parent)
+    spare_signals()
     if arguments.cores:
         os.sched_setaffinity(0, arguments.cores)  # before any library counts the cores
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle

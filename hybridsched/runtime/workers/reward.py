@@ -22,6 +22,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from hybridsched.runtime.adapters.lifeline import spare_signals
+
 _PR_SET_PDEATHSIG = 1
 _LENGTH_BYTES = 4
 _LOGGED_TRACEBACKS = 100  # of one process; a function that fails always must not fill the disk
@@ -148,6 +150,7 @@ def serve(sock: socket.socket) -> None:
 def main(argv: list[str]) -> None:
     """Entry point of the process."""
     die_with(int(argv[2]))
+    spare_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to handle
     with socket.socket(fileno=int(argv[1])) as sock:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybridsched.config.derived import Derived
 from hybridsched.config.schema import RunConfig
+from hybridsched.engines.vllm_options import VllmOptions
 from hybridsched.model import ReplicaKind
 from hybridsched.runtime.plan import WorkerSpec
 from hybridsched.runtime.workers.rollout import RolloutSettings
@@ -69,6 +70,22 @@ def torch_engine_options(config: RunConfig, derived: Derived) -> dict[str, Any]:
         "threads": config.local.threads_per_worker,
         **config.actor_rollout_ref.rollout.engine_kwargs.get("torch", {}),
     }
+
+
+def vllm_options(config: RunConfig, derived: Derived, spec: WorkerSpec) -> VllmOptions:
+    """What VllmEngine is told, but for model and device."""
+    rollout, hybrid = config.actor_rollout_ref.rollout, kind_of(spec) is ReplicaKind.HYBRID
+    return VllmOptions(
+        dtype=rollout.dtype,
+        max_num_seqs=derived.max_num_seqs,
+        kv_cache_tokens=derived.kv_cache_tokens,
+        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
+        tensor_parallel_size=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=derived.hybrid_memory_fraction if hybrid else derived.standalone_memory_fraction,
+        sleeps=hybrid,
+        threads=config.local.threads_per_worker,
+        engine_kwargs=rollout.engine_kwargs.get("vllm", {}),
+    )
 
 
 def phase_deadlines(config: RunConfig) -> dict[str, float]:
