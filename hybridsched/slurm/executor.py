@@ -162,8 +162,8 @@ class HetSlurmExecutor(SlurmExecutor):
         order = admission.sure_order(self.components, self.site.mpi)
         if order != list(range(len(order))):
             raise UserError(
-                f"PMIx of this Slurm (before 23.02.2) starts these components only in the order {order} (by the names of "
-                "their nodes): list them so, or use mpi: pmi2 in the site profile"
+                f"PMIx of this Slurm (before 23.02.2) starts these components only in the order {order} (by the "
+                "names of their nodes): list them so, or use mpi: pmi2 in the site profile"
             )
 
     def submit_script(self, text: str) -> HetSlurmJob[Any]:
