@@ -56,7 +56,7 @@ from hybridsched.runtime.adapters.lifeline import (
     sweep,
     tag_of,
 )
-from hybridsched.runtime.adapters.slurm_step import node_rank, save_orphaned_job
+from hybridsched.runtime.adapters.slurm_step import LoopWatch, node_rank, save_orphaned_job
 from hybridsched.runtime.stop import StopRequest
 from hybridsched.sample_queue.files import lists_late
 
@@ -175,8 +175,8 @@ class Agent:
     async def _serve(self, config: RunConfig, plan: RunPlan, transport: MpiTransport) -> Ending:
         if self._lifeline is not None:
             asyncio.get_running_loop().add_reader(self._lifeline, self._orphaned)
-        remote = self.info.nodes and self.rank == 0
-        beating = asyncio.ensure_future(_answer_the_launcher(self.folder, self.stop)) if remote else None
+        watch = LoopWatch(self._silence_s(config), lambda stood: self._stuck(plan, stood)) if self.info.nodes else None
+        beating = asyncio.ensure_future(self._beat(watch)) if watch is not None else None
         ending = await self._run(config, plan, transport)
         if beating is not None:
             beating.cancel()
@@ -186,6 +186,8 @@ class Agent:
         if ending.exit_code and self.rank != 0:
             return ending  # the launcher ends the step
         write_exit(self.folder, ending)  # before MPI has a chance to hold or kill this process
+        if watch is not None:
+            watch.stop()
         if await transport.leave(self._goodbye_s(config, ending)):
             transport.finalize()
             self.finalized = True
@@ -193,6 +195,39 @@ class Agent:
             print(f"rank {self.rank}: another rank did not leave; ending without MPI_Finalize", file=sys.stderr)
             faulthandler.dump_traceback_later(_EXIT_S, exit=True)  # asyncio.run waits for threads, however long
         return ending
+
+    @staticmethod
+    def _silence_s(config: RunConfig) -> float:
+        return config.deadlines.agent_silence_s * config.deadlines.scale
+
+    async def _beat(self, watch: LoopWatch) -> None:
+        """The launcher of a Slurm step can neither see nor signal rank 0 alone.
+
+        What is printed shows it that the event loop turns; what it asks for stands in a file. (srun passes signals on
+        to every process of the step, and its standard input only to the first component.)
+        """
+        late = lists_late(self.folder)
+        while True:
+            watch.turn()
+            if self.rank == 0:
+                sys.stdout.write(BEAT_LINE + "\n")
+                sys.stdout.flush()
+                if read_wish(self.folder, late=late):
+                    self.stop.ask("requeue")
+            await asyncio.sleep(BEAT_S)
+
+    def _stuck(self, plan: RunPlan, stood_s: float) -> None:
+        """In the watching thread: say so, look after the job, and end, for the event loop cannot."""
+        others = tuple(rank for rank in range(plan.world_size) if rank != self.rank)
+        text = (
+            f"agent {self.rank} on {socket.gethostname()}: its event loop stands still for {stood_s:.0f} s "
+            "(deadlines.agent_silence_s), probably in an MPI call that waits for a lost node"
+        )
+        faulthandler.dump_traceback(sys.stderr)
+        ending = Ending(FaultError.exit_code, AgentSilent.__name__, text, rank=self.rank, suspects=others)
+        write_exit(self.folder, ending)
+        save_orphaned_job(self.info)
+        os._exit(FaultError.exit_code)
 
     @staticmethod
     def _goodbye_s(config: RunConfig, ending: Ending) -> float:
@@ -271,21 +306,6 @@ def _computes_on_cores(config: RunConfig) -> bool:
         return False
     device = config.trainer.device
     return device == "cpu" or (device == "auto" and not any(os.path.exists(path) for path in _GPU_DRIVERS))
-
-
-async def _answer_the_launcher(folder: Path, stop: StopRequest) -> None:
-    """The launcher of a Slurm step can neither see nor signal this process alone.
-
-    What is printed shows it that the event loop turns; what it asks for stands in a file. (srun passes signals on to
-    every process of the step, and its standard input only to the first component.)
-    """
-    late = lists_late(folder)
-    while True:
-        sys.stdout.write(BEAT_LINE + "\n")
-        sys.stdout.flush()
-        await asyncio.sleep(BEAT_S)
-        if read_wish(folder, late=late):
-            stop.ask("requeue")
 
 
 def agent_settings(config: RunConfig) -> AgentSettings:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridsched.config.schema import RunConfig
 from hybridsched.errors import FaultError
-from hybridsched.runtime.adapters.attempt import read_result
+from hybridsched.runtime.adapters.attempt import read_exits, read_result
 from hybridsched.slurm.steps import Step
 
 Say = Callable[[str], None]
@@ -119,7 +119,12 @@ class StepWatch:
 
     def _lost(self, now: float) -> str | None:
         lost = self._step.lost()
-        if not lost or "result" in self._since or self._for("lost", now) <= GRACE_S:
+        if not lost or "result" in self._since:
+            return None
+        hopeless = any(
+            ending.suspects for ending in read_exits(self._folder)
+        )  # MPI will not clean up after a lost node
+        if self._for("lost", now) <= (1.0 if hopeless else GRACE_S):
             return None
         return f"agents of ranks {lost} are gone and the rest did not end by itself; killed"
 

@@ -31,7 +31,15 @@ from typing import Any
 
 from hybridsched.config.checks import not_available
 from hybridsched.config.schema import RunConfig
-from hybridsched.errors import ConfigError, DeadlineExceeded, FaultError, RunFolderError, UserError
+from hybridsched.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FaultError,
+    Interrupted,
+    RequeueRequested,
+    RunFolderError,
+    UserError,
+)
 from hybridsched.runtime.adapters.attempt import Ending, read_result
 from hybridsched.runtime.prepare import prepare, read_run
 from hybridsched.slurm import admission
@@ -261,8 +269,18 @@ class SlurmRun:
                 break
             self._sleep(_FIRST_LOOK_S)
         if ending is not None:
-            return ending
+            return self._of_job(ending)
         return self._without_result(detailed(self.job_id, self._ask) or found)
+
+    def _of_job(self, ending: Ending) -> Ending:
+        """The ranks are only told to stop; whether that was to start anew or for good, the job script knows."""
+        if ending.exit_code != RequeueRequested.exit_code:
+            return ending
+        found = detailed(self.job_id, self._ask)
+        code = found.components[0].exit_code.partition(":")[0] if found is not None else ""
+        if code != str(Interrupted.exit_code):
+            return ending
+        return Ending(Interrupted.exit_code, Interrupted.__name__, "stopped on request, with a checkpoint")
 
     def report(self) -> dict[str, Any]:
         """Write ``report.html`` into the run folder; returns the figures of `hybridsched report --json`.

@@ -44,6 +44,7 @@ class Slurm:
         self.nodes = {"trn": "trn0 trn1", "gpu": "gpu0 gpu1"}
         self.refusals: dict[str, str] = {}
         self.asked: list[list[str]] = []
+        self.details = ""  #: what scontrol says
 
     def __call__(self, command) -> Said:
         self.asked.append(list(command))
@@ -59,6 +60,8 @@ class Slurm:
         if command[0] == "squeue":
             state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
             return state if isinstance(state, Said) else Said(True, f"41+0|{state}|None|a\n41+1|{state}|None|b\n", "")
+        if command[0] == "scontrol" and self.details:
+            return Said(True, self.details, "")
         return UNKNOWN if command[0] in ("scontrol", "sacct") else Said(True, "", "")
 
     def names(self) -> list[str]:
@@ -211,6 +214,17 @@ def test_the_run_itself_has_the_last_word(here):
 
 def test_a_job_slurm_has_forgotten_is_over(here):
     assert "does not know the job" in submitted(Slurm("RUNNING", UNKNOWN)).wait().text
+
+
+@pytest.mark.parametrize(("script", "code", "kind"), [(130, 130, "Interrupted"), (75, 75, "RequeueRequested")])
+def test_the_job_script_knows_whether_a_stop_was_for_good(here, script, code, kind):
+    """Ranks are only told to stop: their result is the same when the job cannot be put back into the queue."""
+    slurm = Slurm("FAILED")
+    slurm.details = f"JobId=41 HetJobId=41 HetJobOffset=0 JobState=FAILED Reason=x ExitCode={script}:0 NodeList=a\n"
+    run = submitted(slurm)
+    leave_result(run.folder, 75, kind="RequeueRequested", text="time limit or preemption")
+    ending = run.wait()
+    assert (code, kind) == (ending.exit_code, ending.kind)
 
 
 def test_a_requeued_job_is_waited_for(here):

@@ -336,3 +336,24 @@ def test_status_is_printed_once_a_phase() -> None:
 
     assert ["version 1 training", "version 1 weight sync"] == [line.split("{")[0][9:].strip() for line in lines]
     assert 8 == json.loads(lines[0][lines[0].index("{") :])["trained"]
+
+
+def test_an_event_loop_that_stands_still_is_seen_by_a_thread() -> None:
+    stood: list[float] = []
+    watch = slurm_step.LoopWatch(0.3, stood.append, look_s=0.01)
+    end = time.monotonic() + 30.0
+    for _ in range(3):
+        watch.turn()
+    assert [] == stood
+    while not stood and time.monotonic() < end:
+        time.sleep(0.01)
+    assert 1 == len(stood)
+    assert stood[0] > 0.3
+
+
+def test_a_watch_that_was_stopped_says_nothing() -> None:
+    stood: list[float] = []
+    watch = slurm_step.LoopWatch(0.05, stood.append, look_s=0.01)
+    watch.stop()
+    time.sleep(0.2)
+    assert [] == stood
