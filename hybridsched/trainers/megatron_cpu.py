@@ -50,7 +50,7 @@ def finish(seed: int, expert_seed: int) -> None:
     megatron_random._CUDA_RNG_STATE_TRACKER = tracker
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):
-            module.get_cuda_rng_tracker = lambda *args, **kwargs: tracker
+            vars(module)["get_cuda_rng_tracker"] = lambda *args, **kwargs: tracker
     _use_cpu_adam()
     _dispatch_experts_on_cpu()
 
