@@ -19,12 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)  # not benchmarks/: its queue.py hides the standard library's
+
+from concurrent.futures import ProcessPoolExecutor
 
 from hybridsched.config.schema import RunConfig
 from hybridsched.report.text import columns
@@ -148,7 +149,7 @@ def verdict(rows: list[dict[str, Any]]) -> str:
     half, worse = sum(share >= 0.5 for share in closed), sum(ratio > 1 + TOLERANCE for ratio in ratios)
     return (
         f"lookahead takes {statistics.fmean(ratios):.3f} of default's time, mean over {len(ratios)} runs (worst "
-        f"scenario on average {max(means):.3f}, worst single run {max(ratios):.3f}; {worse} runs more than 1 % slower)\n"
+        f"scenario on average {max(means):.3f}, worst single run {max(ratios):.3f}; {worse} runs over 1 % slower)\n"
         f"it closes {statistics.fmean(closed):.0%} of the gap from default to the bound on average, half or more in "
         f"{half} of {len(closed)} runs (target: in 80 %)"
     )

@@ -13,7 +13,8 @@
    lending at staleness 0/0.5/1/2/4; 3699/3489/4055/4499/4396 with opportunistic lending of trainer devices;
    4078/3908/4455/5028/4859 with lending both ways: 1.51x down to 1.11x). We lend one way, so the opportunistic row is
    the one to be compared with. Calibrated on the row without lending alone: its two ends say how long generation takes
-   against training; which of the two is the longer one, and the split, the publication leaves open, so all are shown.
+   against training. Which of the two is the longer one, the split, and how much a decode step depends on its batch the
+   publication leaves open, so several readings are shown; only readings that fall are compatible with it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,10 @@ NONE = (2702.0, 2660.0, 3417.0, 4296.0, 4368.0)
 OPPORTUNISTIC = (3699.0, 3489.0, 4055.0, 4499.0, 4396.0)
 BOTH_WAYS = (4078.0, 3908.0, 4455.0, 5028.0, 4859.0)
 BATCH, BUDGET = 60, 2048
-#: Assumed: 8 responses a prompt with these lengths (cut at the published budget), a decode step twice as long with 64
-#: sequences as with hardly any, prompts and prefill that do not matter, and costs against a longer phase of 100 s.
+#: Assumed: 8 responses a prompt with these lengths (cut at the published budget), prompts and prefill that do not
+#: matter, and costs against a longer phase of 100 s.
 GROUP, MEAN_TOKENS, SIGMA, PROMPT_TOKENS = 8, 800.0, 0.5, 128
-HALF_BATCH, PREFILL = 64, 50.0
+PREFILL = 50.0
 SYNC_S, SWITCH_S = 1.0, 3.0
 
 
@@ -89,7 +90,29 @@ def separate_async(*, quick: bool) -> dict[str, Any]:
         done = ", ".join(f"{name} {values[-1]:.2f} h" for name, values in hours.items())
         print(f"  draw {i + 1} of {len(drawn)}: {done}", file=sys.stderr, flush=True)
     ratios = {name: [a / b for a, b in zip(values, hours[STATIC.name], strict=True)] for name, values in hours.items()}
-    return {"hours": hours, "ratios": ratios, "bound_ratios": bounds, "measured_ratio": DYNAMIC_H / STATIC_H}
+    slower = slower_training(content, recorded, cycles, warmup)
+    return {
+        "slower_training": slower,
+        "hours": hours,
+        "ratios": ratios,
+        "bound_ratios": bounds,
+        "measured_ratio": DYNAMIC_H / STATIC_H,
+    }
+
+
+def slower_training(
+    content: Mapping[str, Any], recorded: Mapping[str, Any], cycles: int, warmup: int
+) -> dict[str, float]:
+    """What the ratio would be if training were so many times slower against generation: a look at why, no fit."""
+    speeds = {key: recorded[key] for key in ("generation_tokens_per_s", "training_tokens_per_s")}
+    values = {name: entry["value"] for name, entry in content["assumptions"].items()}
+    (setting,) = settings(content, [{"values": values, "seed": 1, **speeds}])
+    found = {}
+    for factor in (1, 2, 3, 4):
+        other = replace(setting, training_tokens_per_s=setting.training_tokens_per_s / factor)
+        static, lending = (x.simulate(other, arm, cycles=cycles, warmup=warmup).seconds_per_cycle for arm in ARMS[:2])
+        found[str(factor)] = lending / static
+    return found
 
 
 def bound_h(setting: x.Setting, tokens: float) -> float:
@@ -119,6 +142,8 @@ def show_separate(found: Mapping[str, Any]) -> dict[str, bool]:
         f"({1 - high:.1%} to {1 - low:.1%}). Their policy and engine are not ours; speculative decoding and 32k tails "
         "are in neither the speeds nor the lengths that were carried over."
     )
+    told = ", ".join(f"{factor} times: {ratio:.3f}" for factor, ratio in found["slower_training"].items())
+    print(f"   Not a fit, but where it may come from: with training slower than carried over by {told}.")
     return {
         "separate_async: lending saves time, as published": centre < 1.0,
         f"separate_async: published ratio {measured:.3f} inside the 80 % interval": low <= measured <= high,
@@ -135,18 +160,19 @@ class Reading:
     trainer: int
     rollout: int
     longer: str  #: generation or training
+    half_batch: int  #: sequences with which a decode step takes twice as long as with hardly any
 
     @property
     def name(self) -> str:
         """For tables."""
-        return f"{self.trainer}+{self.rollout}, {self.longer} longer"
+        return f"{self.trainer}+{self.rollout}, {self.longer} longer, half batch {self.half_batch}"
 
 
 READINGS = (
-    Reading(12, 4, "training"),
-    Reading(8, 8, "training"),
-    Reading(8, 8, "generation"),
-    Reading(4, 12, "generation"),
+    Reading(12, 4, "training", 8),
+    Reading(12, 4, "training", 64),
+    Reading(8, 8, "training", 8),
+    Reading(8, 8, "generation", 8),
 )
 
 
@@ -162,7 +188,7 @@ def scenario(reading: Reading, staleness: float, cycles: int, shorter: float) ->
     responses = BATCH * GROUP * mean_tokens()
     # All replicas full: a step of n sequences takes (half batch + n) units, and gives n tokens.
     full = places * GROUP
-    unit = times["generation"] * reading.rollout * full / ((HALF_BATCH + full) * responses)
+    unit = times["generation"] * reading.rollout * full / ((reading.half_batch + full) * responses)
     overrides = {
         "actor_rollout_ref.actor.strategy": "emulated",
         "actor_rollout_ref.rollout.name": "emulated",
@@ -186,7 +212,7 @@ def scenario(reading: Reading, staleness: float, cycles: int, shorter: float) ->
         "emulated.prefill_tokens_per_s": PREFILL / unit,
         "emulated.response_mean_tokens": MEAN_TOKENS,
         "emulated.response_sigma": SIGMA,
-        "emulated.decode_base_s": HALF_BATCH * unit,
+        "emulated.decode_base_s": reading.half_batch * unit,
         "emulated.decode_per_seq_s": unit,
         "emulated.train_tokens_per_s": (responses + BATCH * GROUP * PROMPT_TOKENS)
         / times["training"]
@@ -260,12 +286,19 @@ def show_trend(found: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
         f"{phase_ratio():.0%} of the other\n" + columns(rows)
     )
     checks = {}
-    for one in found:
+    for reading, one in zip(READINGS, found, strict=True):
         gains = one["gains"]["default"]
-        checks[
-            f"trend, {one['reading']}: lending is worth most at staleness 0 ({gains[0]:.2f}x) and least at 4 "
-            f"({gains[-1]:.2f}x)"
-        ] = gains[0] == max(gains) and gains[-1] <= min(gains) + 0.02
+        if reading.longer == "training":
+            text = f"trend, {reading.name}: lending is worth most at little staleness ({gains[0]:.2f}x), nothing at 4"
+            checks[f"{text} ({gains[-1]:.2f}x)"] = gains[0] > 1.02 and max(gains) - gains[0] < 0.02 and gains[-1] < 1.01
+    best, published = found[0]["gains"]["default"][0], OPPORTUNISTIC[0] / NONE[0]
+    checks[f"trend, {READINGS[0].name}: {best:.2f}x at staleness 0, within a tenth of {published:.2f}x"] = (
+        abs(best / published - 1) <= 0.1
+    )
+    print(
+        "   Where generation is the longer phase the gain rises with staleness instead: the published trend is that of "
+        "a system whose training takes longer. The 1.51x with lending both ways cannot come out: we lend one way."
+    )
     return checks
 
 
@@ -273,9 +306,9 @@ def draw_figure(separate: Mapping[str, Any], found: Sequence[Mapping[str, Any]],
     """Ratios of the draws, and the gain over staleness."""
     from hybridsched.report import style
 
-    figure = style.new_figure(4.6)
-    left, right = figure.subplots(1, 2)
-    style.dress(left, "separate_async: time to static, all draws (emulated)", "", "ratio")
+    figure = style.new_figure(5.6)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 2))
+    style.dress(left, "separate_async, all draws", "", "time to static (emulated)")
     for i, arm in enumerate(ARMS[1:]):
         values = sorted(separate["ratios"][arm.name])
         left.scatter([i] * len(values), values, color=style.BLUE, s=22, alpha=0.7)
@@ -297,7 +330,7 @@ def draw_figure(separate: Mapping[str, Any], found: Sequence[Mapping[str, Any]],
     for one, colour in zip(found, colours, strict=False):
         style.line(right, places, one["gains"]["default"], colour, one["reading"])
     right.set_xticks(list(places), [f"{s:g}" for s in STALENESS])
-    style.legend(right, loc="upper right", bbox_to_anchor=(1.0, 1.0), ncols=1)
+    style.legend(right, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
     path.write_bytes(style.to_png(figure))
 
 

@@ -37,7 +37,7 @@ LIMIT_S = 120.0
 #: Cost per sample may grow by this factor from the smallest to the largest size and still be called flat.
 FLAT = 1.25
 #: Shares of the GPUs given to the trainer that are tried for the best static split.
-SHARES = (0.3125, 0.375, 0.4375, 0.5, 0.5625)
+SHARES = (0.375, 0.4375, 0.5625)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def main() -> int:
         "growth": growth,
     }
     if not options.no_lending:
-        out["lending"] = show_lending(largest.replicas, min(cycles, 4))
+        out["lending"] = show_lending(largest.replicas, min(cycles, 3))
     if options.figure:
         draw(found, options.figure)
     if options.json:

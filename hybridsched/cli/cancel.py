@@ -22,9 +22,8 @@ def cancel(
         return
     if state.state == "RUNNING" and not now:
         found.stop()
-        typer.echo(
-            f"job {found.job_id} was asked to write a checkpoint and end; at once: hybridsched cancel {run} --now"
-        )
+        typer.echo(f"job {found.job_id} was asked to write a checkpoint and end")
+        typer.echo(f"do not wait for that: hybridsched cancel {run} --now")
     else:
         found.cancel()
         typer.echo(f"job {found.job_id} cancelled (it was {state.told()})")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from hybridsched.cli.run import Overrides
+from hybridsched.errors import UserError
 
 MIN_RISE = 0.15
 
@@ -39,6 +40,8 @@ def demo(
     changes = demo_inputs.overrides(cycles=cycles, seed=seed, static=static, engine=engine, trainer=trainer)
     config = load_config(run_yaml, [*changes, *(overrides or [])])
     typer.echo(f"hybridsched run {run_yaml} {' '.join([*changes, *(overrides or [])])}")
+    if config.launcher == "slurm":
+        raise UserError("launcher: slurm -> make slurm-demo shows the demo as a Slurm job; this one runs right here")
     require_available(config)  # before a model is trained for nothing
     _make_inputs(folder, seed)
     ready = time.monotonic()

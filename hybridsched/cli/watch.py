@@ -21,6 +21,9 @@ def watch(
     raise typer.Exit(watch_run(run_in(run), timeout_s))
 
 
+_LOOK_S = 5.0  # Slurm is asked that often: somebody is looking
+
+
 def watch_run(run: SlurmRun, timeout_s: float | None = None) -> int:
     """Show progress until the run ends; returns its exit code. Raises Interrupted on Ctrl-C."""
     from hybridsched.cli.start import outcome_of
@@ -30,7 +33,7 @@ def watch_run(run: SlurmRun, timeout_s: float | None = None) -> int:
 
     try:
         with LiveView(run.folder) as view:
-            ending = run.wait(timeout_s, Follower(run, _say, view.update).look)
+            ending = run.wait(timeout_s, Follower(run, _say, view.update).look, look_s=_LOOK_S)
     except KeyboardInterrupt:
         raise Interrupted(
             f"watching only: job {run.job_id} goes on\nfollow it again: hybridsched watch {run.folder}\n"

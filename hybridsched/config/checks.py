@@ -160,6 +160,10 @@ def _megatron(config: RunConfig) -> Iterator[Problem]:
         )
         cure = "use a divisor of trainer.n_gpus_per_node; more nodes take pipeline or data parallelism"
         yield problem(f"{base}.tensor_model_parallel_size trainer.n_gpus_per_node", what, cure)
+    if etp > tp:
+        what = f"is {etp}, larger than TP {tp}: gradients of such experts would be mixed up"
+        keys = f"{base}.expert_tensor_parallel_size {base}.tensor_model_parallel_size"
+        yield problem(keys, what, "set it to null, and share experts out by expert_model_parallel_size")
     if gpus % (etp * ep * pp):
         what = f"{gpus} trainer GPUs cannot be split into expert groups of ETP {etp} x EP {ep} x PP {pp}"
         keys = f"{base}.expert_model_parallel_size {base}.expert_tensor_parallel_size"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from hybridsched.engines.vllm_options import VllmOptions, check_engine_kwargs, s
 from hybridsched.errors import ConfigError, FaultError
 
 T = TypeVar("T")
+_KILLED = re.compile(r"'[^']*': -\d+")  #: how vLLM names a process that a signal ended before it was up
+_LEAVE_S = 0.5
 _SHUTDOWN_S = 10.0  #: EngineCore gets this long to end in order; then it is killed
 
 
@@ -67,9 +70,14 @@ class Core:
             raise
         except Exception as error:
             self._release.set()
-            raise FaultError(
+            fault = FaultError(
                 f"vLLM did not start: {type(error).__name__}: {error}; see EngineCore's words before this in the log"
-            ) from error
+            )
+            if _KILLED.search(str(error)):  # a death like any other: not the fault of model or options
+                self.dead = fault
+                self._on_death(fault)
+                await asyncio.sleep(_LEAVE_S)  # whoever ends this process at a death has done so by now
+            raise fault from error
         self._watch(loop)
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:

@@ -23,14 +23,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridsched.engines.announced import check_announced, check_arrived
 from hybridsched.engines.base import EngineMemory, GenerationEngine, GroupRequest, PauseMode
-from hybridsched.engines.vllm_buckets import BucketBox
 from hybridsched.engines.vllm_core import Core
 from hybridsched.engines.vllm_groups import Group, Stream, open_group
 from hybridsched.engines.vllm_options import VllmOptions, engine_arguments
 from hybridsched.engines.vllm_requests import follow, forced_logprobs
-from hybridsched.errors import DataError, FaultError, HybridschedError, InternalError, WeightSyncError
+from hybridsched.engines.vllm_update import WeightUpdates
+from hybridsched.errors import DataError, FaultError, HybridschedError, InternalError
 from hybridsched.model import Response, TensorSpec, TokenArray, WeightVersion
 from hybridsched.models.config import ModelConfig, weight_shapes
 from hybridsched.models.hf_folder import load_config
@@ -68,13 +67,10 @@ class VllmEngine(GenerationEngine):
         self._on_death = on_death
         self._config: ModelConfig | None = None  # None until start
         self._core = Core(self._core_died)
-        self._box = BucketBox()
-        self._specs: list[TensorSpec] = []
+        self._updates = WeightUpdates(self._core, ())  # of the model's tensors, once started
         self._memory = EngineMemory(0, 0)
         self._awake: set[str] = set()  # of "weights", "kv_cache"
         self._whole = False  # the resident weights are all of one version
-        self._arrived: set[str] | None = None  # names of the update under way
-        self._begun = False  # vLLM's workers think that an update is under way
         self._paused, self._closed = True, False
         self._open = asyncio.Event()  # set while requests may go to vLLM
         self._admit = asyncio.Event()  # set while new groups may begin (not set: those that are here are drained)
@@ -92,7 +88,8 @@ class VllmEngine(GenerationEngine):
         arguments = engine_arguments(self._path, config, self._options, self._device)
         await self._core.start(arguments, self._options, self._device)
         await self._core.call(self._core.llm.update_weight_version(str(self._version)))
-        self._specs = [TensorSpec(n, tuple(s), self._options.dtype) for n, s in weight_shapes(config).items()]
+        specs = [TensorSpec(name, shape, self._options.dtype) for name, shape in weight_shapes(config).items()]
+        self._updates = WeightUpdates(self._core, specs)
         self._config, self._whole = config, True
         self._awake = {"weights", "kv_cache"}
         await self._measure()
@@ -106,8 +103,8 @@ class VllmEngine(GenerationEngine):
             await self.abort()
         self._end_all(FaultError("the engine was shut down"))
         await self._core.shutdown()
-        self._box.close()
-        self._awake, self._whole, self._arrived = set(), False, None
+        self._updates.close()
+        self._awake, self._whole = set(), False
         self._memory = EngineMemory(0, 0)
 
     async def sleep(self) -> None:
@@ -118,7 +115,7 @@ class VllmEngine(GenerationEngine):
             raise InternalError(f"sleep while {len(busy)} groups are running ({busy[0]}, ...); abort them first")
         self._paused, self._whole = True, False
         self._open.clear()
-        self._arrived = None
+        self._updates.give_up()
         await self._core.call(self._core.llm.sleep(level=2, mode="abort"))
         self._awake = set()
         await self._measure()
@@ -180,44 +177,16 @@ class VllmEngine(GenerationEngine):
             raise InternalError("begin_update while the weights are not resident; wake_weights first")
         if not self._paused:
             raise InternalError("begin_update while the engine is generating; pause it first")
-        self._arrived, self._whole = None, False
-        check_announced(self._specs, specs)
-        if self._begun:
-            await self._core.rpc("hs_give_up_update")
-        self._begun = True
-        await self._core.call(self._core.llm.start_weight_update())
-        self._arrived = set()
+        self._whole = False
+        await self._updates.begin(specs)
 
     async def load_bucket(self, tensors: Mapping[str, Any]) -> None:
         """Hand complete named tensors to vLLM's workers. Raises WeightSyncError for an unknown name or shape."""
-        if self._arrived is None:
-            raise InternalError("load_bucket without begin_update")
-        known = {spec.name: spec for spec in self._specs}
-        for name, tensor in tensors.items():
-            if name not in known:
-                raise WeightSyncError(f"tensor {name} was sent but does not belong to the engine's model")
-            if tuple(tensor.shape) != known[name].shape:
-                raise WeightSyncError(
-                    f"tensor {name} was sent with shape {tuple(tensor.shape)}, the model needs {known[name].shape}"
-                )
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        request = WeightTransferUpdateRequest(update_info=self._box.fill(tensors))
-        try:
-            await self._core.call(self._core.llm.update_weights(request))
-        except FaultError as error:
-            self._arrived = None
-            raise self._core.dead or WeightSyncError(f"vLLM did not load a bucket: {error}") from error
-        if self._arrived is not None:
-            self._arrived.update(tensors)
+        await self._updates.load(tensors)
 
     async def finish_update(self, version: WeightVersion, *, keep_kv: bool = False) -> None:
         """See the base class. Raises WeightSyncError naming the tensors that did not arrive."""
-        if self._arrived is None:
-            raise InternalError("finish_update without begin_update")
-        check_arrived(self._specs, self._arrived)
-        await self._core.call(self._core.llm.finish_weight_update(str(version)))
-        self._arrived, self._begun = None, False
+        await self._updates.finish(version)
         if "kv_cache" in self._awake:
             # Kept requests that keep their KV hold on to their blocks; all else is gone, for its key names a version.
             await self._core.call(self._core.llm.reset_prefix_cache(reset_running_requests=not keep_kv))

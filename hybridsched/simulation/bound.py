@@ -130,7 +130,7 @@ def _needs(config: RunConfig, derived: Derived, trained: int, dropped: int, acco
     lengths = [_lengths(config, uid) for uid in range(admissible)]
     tokens = sorted(map(sum, lengths))
     samples = config.async_training.concurrent_samples_per_replica
-    batch = min(derived.max_num_seqs, samples * rollout.n)
+    batch = derived.max_num_seqs if crowding else min(derived.max_num_seqs, samples * rollout.n)
     prompt_s = emulated.prompt_tokens / emulated.prefill_tokens_per_s
 
     def cost(responses: list[int]) -> float:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hybridsched.errors import FaultError, UserError
 from hybridsched.slurm.commands import Call, call
-from hybridsched.slurm.components import Component, order_for_pmix
+from hybridsched.slurm.components import PMIX_FIXED_IN, Component, order_for_pmix
 from hybridsched.slurm.state import states_of
 
 _LOOK_S = 0.5
@@ -95,11 +95,14 @@ def version(ask: Call = call) -> tuple[int, ...]:
     return tuple(int(part) for part in found.groups()) if found else ()
 
 
-def pmix_order(components: Sequence[Component], ask: Call = call) -> list[int]:
-    """The order of components in which PMIx of an old Slurm works (see `components`).
+def sure_order(components: Sequence[Component], mpi: str, ask: Call = call) -> list[int]:
+    """The order of components in which this Slurm starts MPI: as given, but where PMIx is old (see `components`).
 
     Raises UserError when no order is sure to work.
     """
+    found = version(ask) if mpi == "pmix" and len(components) > 1 else ()
+    if not found or found >= PMIX_FIXED_IN:
+        return list(range(len(components)))
     order = order_for_pmix([nodes_of(one, ask) for one in components])
     if order is None:
         raise UserError(

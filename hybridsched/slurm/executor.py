@@ -146,6 +146,7 @@ class HetSlurmExecutor(SlurmExecutor):
                 f"{len(delayed_submissions)} functions at once are a job array, and Slurm refuses --array in "
                 "heterogeneous jobs; submit them one by one"
             )
+        self._require_sure_order()
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         pickle_path = self.folder / f"{uuid.uuid4().hex}.pkl"
         try:
@@ -155,6 +156,15 @@ class HetSlurmExecutor(SlurmExecutor):
         finally:
             pickle_path.unlink(missing_ok=True)
         return [job]
+
+    def _require_sure_order(self) -> None:
+        """Ranks are numbered through the components, so their order is the caller's to change. Raises UserError."""
+        order = admission.sure_order(self.components, self.site.mpi)
+        if order != list(range(len(order))):
+            raise UserError(
+                f"PMIx of this Slurm (before 23.02.2) starts these components only in the order {order} (by the "
+                "names of their nodes): list them so, or use mpi: pmi2 in the site profile"
+            )
 
     def submit_script(self, text: str) -> HetSlurmJob[Any]:
         """Submit a script whose components are those of this executor; it is kept as ``JOB_submission.sh``.

@@ -17,7 +17,7 @@ from hybridsched.config.derived import derive
 from hybridsched.config.schema import ComponentConfig, RunConfig
 from hybridsched.slurm import admission, words
 from hybridsched.slurm.commands import Call, call
-from hybridsched.slurm.components import PMIX_FIXED_IN, Component
+from hybridsched.slurm.components import Component
 from hybridsched.slurm.sbatch import AGENT_SIGNAL, JobOptions, components_lines, log_pattern, render_run
 from hybridsched.slurm.sites import SiteProfile, load_site
 
@@ -107,9 +107,6 @@ def _component(config: RunConfig, role: str) -> Component:
 
 def _ordered(components: list[Component], site: SiteProfile, ask: Call | None) -> tuple[Component, ...]:
     """Trainer first, but where an old Slurm starts MPI by PMIx: there by the names of the nodes (see `components`)."""
-    if site.mpi != "pmix" or len(components) == 1 or ask is None:
+    if ask is None:
         return tuple(components)
-    found = admission.version(ask)
-    if not found or found >= PMIX_FIXED_IN:
-        return tuple(components)
-    return tuple(components[index] for index in admission.pmix_order(components, ask))
+    return tuple(components[index] for index in admission.sure_order(components, site.mpi, ask))

@@ -31,7 +31,15 @@ from typing import Any
 
 from hybridsched.config.checks import not_available
 from hybridsched.config.schema import RunConfig
-from hybridsched.errors import ConfigError, DeadlineExceeded, FaultError, RunFolderError, UserError
+from hybridsched.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FaultError,
+    Interrupted,
+    RequeueRequested,
+    RunFolderError,
+    UserError,
+)
 from hybridsched.runtime.adapters.attempt import Ending, read_result
 from hybridsched.runtime.prepare import prepare, read_run
 from hybridsched.slurm import admission
@@ -45,7 +53,7 @@ GONE_AFTER_S = 30.0  #: of not being known to Slurm, after which a job is over
 SILENT_AFTER_S = 900.0  #: of Slurm not answering, after which `SlurmRun.wait` gives up
 
 _JOBS_FILE = "jobs.json"
-_FIRST_POLL_S, _LONGEST_POLL_S = 1.0, 15.0
+_FIRST_LOOK_S, _LOOK_S = 1.0, 15.0
 _TAIL_LINES = 10
 _RESULT_S = 15.0  # a network file system may show the result that late
 
@@ -177,7 +185,7 @@ def run_in(folder: Path, ask: Call = call) -> SlurmRun:
 
 # --- a submitted run --------------------------------------------------------------------------------------------------
 
-OnChange = Callable[["JobState | None"], None]
+OnLook = Callable[["JobState | None"], None]
 
 
 class SlurmRun:
@@ -216,16 +224,19 @@ class SlurmRun:
         newest = last_attempt(self.folder)
         return read_result(self.folder / "attempts" / str(newest)) if newest > self.after_attempt else None
 
-    def wait(self, timeout_s: float | None = None, on_look: OnChange = lambda _state: None) -> Ending:
+    def wait(
+        self, timeout_s: float | None = None, on_look: OnLook = lambda _state: None, look_s: float = _LOOK_S
+    ) -> Ending:
         """Wait until the job is over; returns how the run ended (exit code 0: well).
 
         Ends with the job. Raises DeadlineExceeded after ``timeout_s``, or when Slurm does not answer for
-        `SILENT_AFTER_S`; the job is left as it is. on_look: called with what Slurm says at each look.
+        `SILENT_AFTER_S`; the job is left as it is. on_look: called with what Slurm says at each look. look_s: longest
+        pause between two looks.
         """
         begun = self._now()
         unknown_since: float | None = None
         silent_since: float | None = None
-        pause = _FIRST_POLL_S
+        pause = _FIRST_LOOK_S
         while True:
             now = self._now()
             try:
@@ -248,7 +259,7 @@ class SlurmRun:
                     f"hybridsched watch {self.folder}"
                 )
             self._sleep(pause)
-            pause = min(_LONGEST_POLL_S, pause * 1.5)
+            pause = min(look_s, pause * 1.5)
 
     def conclude(self, found: JobState | None) -> Ending:
         """How a run whose job is over ended: what it says itself, else why there is no result."""
@@ -256,10 +267,20 @@ class SlurmRun:
         while (ending := self.ending()) is None and found is not None and found.state == "COMPLETED":
             if self._now() >= end:
                 break
-            self._sleep(_FIRST_POLL_S)
+            self._sleep(_FIRST_LOOK_S)
         if ending is not None:
-            return ending
+            return self._of_job(ending)
         return self._without_result(detailed(self.job_id, self._ask) or found)
+
+    def _of_job(self, ending: Ending) -> Ending:
+        """The ranks are only told to stop; whether that was to start anew or for good, the job script knows."""
+        if ending.exit_code != RequeueRequested.exit_code:
+            return ending
+        found = detailed(self.job_id, self._ask)
+        code = found.components[0].exit_code.partition(":")[0] if found is not None else ""
+        if code != str(Interrupted.exit_code):
+            return ending
+        return Ending(Interrupted.exit_code, Interrupted.__name__, "stopped on request, with a checkpoint")
 
     def report(self) -> dict[str, Any]:
         """Write ``report.html`` into the run folder; returns the figures of `hybridsched report --json`.

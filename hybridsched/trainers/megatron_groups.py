@@ -130,7 +130,7 @@ class MegatronGroups(Collectives):
 
     def same_micro_batches(self, count: int) -> int:
         """How many micro-batches to run: data-parallel ranks that share experts have to run equally many."""
-        if self.ep == 1 and self.etp <= self.tp:
+        if self.ep == 1:
             return count
         return int(self.max_array(np.array([float(count)]))[0])
 

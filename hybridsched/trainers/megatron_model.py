@@ -165,4 +165,22 @@ def _gpt_model(config: ModelConfig, megatron: Any, groups: MegatronGroups, devic
         position_embedding_type="rope",
         rotary_base=config.rope_theta,
     )
+    _mark_shared_out(model)
     return model.to(device=device, dtype=megatron.params_dtype)  # Megatron's torch norms are always float32
+
+
+def _mark_shared_out(model: nn.Module) -> None:
+    """Tell which parameters are pieces: the gradient's norm counts these on every rank, the others once.
+
+    Megatron says so itself only where it draws the weights, which is left out here.
+    """
+    from megatron.core import tensor_parallel
+
+    cut = ((tensor_parallel.ColumnParallelLinear, 0), (tensor_parallel.VocabParallelEmbedding, 0))
+    for kind, dimension in (*cut, (tensor_parallel.RowParallelLinear, 1)):
+        for module in (module for module in model.modules() if isinstance(module, kind)):
+            pieces = [module.weight, module.bias if dimension == 0 and hasattr(module, "bias") else None]
+            for parameter in (piece for piece in pieces if piece is not None):
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim = dimension
+                parameter.partition_stride = 1

@@ -52,9 +52,22 @@ class MegatronOptimizer:
             bf16=dtype == torch.bfloat16,
             use_distributed_optimizer=sharded,
         )
+        self._count_padding_between_buckets()
         self._optimizer = get_megatron_optimizer(options, [self._ddp])
         self._make_state()
         self.steps = 0  #: optimizer steps taken
+
+    def _count_padding_between_buckets(self) -> None:
+        """Have checkpoints hold every parameter's own state also where a buffer has more than one bucket.
+
+        Megatron (0.16) reads a parameter's state at its place in the padded buffer from a copy without the padding
+        between buckets: with a tied embedding, which gets a bucket of its own, state of the parameters behind it would
+        be shifted and its end zero. Padding that counts as content keeps both in step; at the very end it is left out.
+        """
+        for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers):
+            for bucket in buffer.buckets[:-1]:
+                bucket.numel_unpadded = bucket.grad_data.numel()
+            buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
     def _make_state(self) -> None:
         """Moments exist from the start: checkpoint 0 has them too, and memory does not grow at the first step."""

@@ -94,10 +94,29 @@ def test_a_sample_holds_its_place_until_its_longest_response_ends() -> None:
     assert 64.0 == pytest.approx(lower_bound(many, 12, lending=False).seconds)
 
 
-POLICIES = ("static_fully_async", "default", "fixed_ratio")
+def test_samples_begun_after_a_sync_take_at_least_their_longest_response() -> None:
+    """Staleness 0, more replicas than samples: 3 cycles of 10 s, 0.11 s for the last collections, 4 syncs."""
+    wide = scenario(
+        "rollout.n_gpus_per_node=8", "async_training.staleness_threshold=0", "emulated.train_tokens_per_s=400"
+    )
+    bound = lower_bound(wide, 12)
+    assert (3 * 10 + 3 * 0.11 + 4, "tails") == (pytest.approx(bound.seconds), bound.limit)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+def test_samples_of_hybrids_that_leave_may_crowd_on_the_others() -> None:
+    """Batches of four: a second sample runs at no cost. Each of 3 activations saves 5 s of work.
+
+    120 - 3 x 5 = (66 + x) + (x - 3 x 3): x = 24, wall 66 + 4 + 24. Not allowed to crowd: as with batches of two.
+    """
+    roomy = scenario("actor_rollout_ref.rollout.max_num_seqs=4")
+    assert (94.0, 3) == (pytest.approx(lower_bound(roomy, 12).seconds), lower_bound(roomy, 12).activations)
+    assert 98.5 == pytest.approx(lower_bound(roomy, 12, crowding=False).seconds)
+
+
+POLICIES = ("static_fully_async", "default", "fixed_ratio", "lookahead")
+
+
+@settings(max_examples=24, deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),
     staleness=st.sampled_from([0, 0.25, 1]),
@@ -105,9 +124,10 @@ POLICIES = ("static_fully_async", "default", "fixed_ratio")
     sigma=st.sampled_from([0, 1.0]),
     rollout=st.sampled_from([0, 1, 2]),
     seed=st.integers(0, 5),
+    seats=st.sampled_from([2, 8]),
 )
 def test_no_policy_is_faster_than_the_bound(
-    policy: str, staleness: float, train: float, sigma: float, rollout: int, seed: int
+    policy: str, staleness: float, train: float, sigma: float, rollout: int, seed: int, seats: int
 ) -> None:
     config = scenario(
         f"async_training.staleness_threshold={staleness}",
@@ -115,6 +135,7 @@ def test_no_policy_is_faster_than_the_bound(
         f"emulated.response_sigma={sigma}",
         f"rollout.nnodes={rollout}",
         f"trainer.seed={seed}",
+        f"actor_rollout_ref.rollout.max_num_seqs={seats}",
     )
     played = play(with_policy(config, policy))
     assert lower_bound(config, played.trained).seconds <= played.wall_clock_s + 1e-6

@@ -168,14 +168,17 @@ def test_demo_ends_with_the_exit_code_of_its_run(call, launch, ready):
     assert 130 == call("demo", "local.allow_oversubscribe=true")[0]
 
 
-def test_demo_tells_what_is_not_available_yet_before_it_trains_a_model(call, launch, monkeypatch):
+@pytest.mark.parametrize(
+    ("override", "says"), [("rollout.agent=m:f", "not available yet"), ("launcher=slurm", "make slurm-demo")]
+)
+def test_demo_tells_what_it_cannot_do_before_it_trains_a_model(call, launch, monkeypatch, override, says):
     def make(*_, **__):
         raise DataError("the model was made first")
 
     monkeypatch.setattr(inputs, "make_inputs", make)
-    code, _, err = call("demo", "--engine", "vllm")
+    code, _, err = call("demo", override)
     assert 2 == code
-    assert "not available yet" in err
+    assert says in err
 
 
 # -- wording

@@ -63,9 +63,6 @@ def test_every_example_is_a_right_configuration(path):
 def test_the_dry_run_of_every_example_prints_its_sizes(path, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = load_config(path)
-    # An engine another release brings is no fault of the example.
-    monkeypatch.setattr("hybridsched.config.checks.not_available", lambda _config: [])
-    monkeypatch.setattr("hybridsched.config.not_available", lambda _config: [])
     assert 0 == cli.main(["run", str(path), "--dry-run"]), capsys.readouterr().err
     out = capsys.readouterr().out
     assert "dry run: nothing started" in out

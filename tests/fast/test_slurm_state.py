@@ -181,6 +181,16 @@ def test_cancelling_a_job_that_ended_is_no_error():
         admission.cancel("5", FakeSlurm(scancel=Said(False, "", "Access/permission denied")))
 
 
+@pytest.mark.parametrize(
+    ("version", "mpi", "order"),
+    [("22.05.8", "pmix", [1, 0]), ("22.05.8", "pmi2", [0, 1]), ("23.02.2", "pmix", [0, 1]), ("", "pmix", [0, 1])],
+)
+def test_components_keep_their_order_but_for_an_old_pmix(version, mpi, order):
+    known = nodes(a="trn0 trn1", b="gpu0 gpu1")
+    answer = said(f"slurm {version}")
+    assert order == admission.sure_order(TWO, mpi, lambda command: answer if "--version" in command else known(command))
+
+
 @pytest.mark.parametrize(("text", "version"), [("slurm 22.05.8\n", (22, 5, 8)), ("slurm-wlm 23.11.4\n", (23, 11, 4))])
 def test_the_version_of_slurm_is_read(text, version):
     assert version == admission.version(FakeSlurm(sbatch=said(text)))

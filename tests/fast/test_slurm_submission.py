@@ -44,6 +44,7 @@ class Slurm:
         self.nodes = {"trn": "trn0 trn1", "gpu": "gpu0 gpu1"}
         self.refusals: dict[str, str] = {}
         self.asked: list[list[str]] = []
+        self.details = ""  #: what scontrol says
 
     def __call__(self, command) -> Said:
         self.asked.append(list(command))
@@ -59,6 +60,8 @@ class Slurm:
         if command[0] == "squeue":
             state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
             return state if isinstance(state, Said) else Said(True, f"41+0|{state}|None|a\n41+1|{state}|None|b\n", "")
+        if command[0] == "scontrol" and self.details:
+            return Said(True, self.details, "")
         return UNKNOWN if command[0] in ("scontrol", "sacct") else Said(True, "", "")
 
     def names(self) -> list[str]:
@@ -213,6 +216,17 @@ def test_a_job_slurm_has_forgotten_is_over(here):
     assert "does not know the job" in submitted(Slurm("RUNNING", UNKNOWN)).wait().text
 
 
+@pytest.mark.parametrize(("script", "code", "kind"), [(130, 130, "Interrupted"), (75, 75, "RequeueRequested")])
+def test_the_job_script_knows_whether_a_stop_was_for_good(here, script, code, kind):
+    """Ranks are only told to stop: their result is the same when the job cannot be put back into the queue."""
+    slurm = Slurm("FAILED")
+    slurm.details = f"JobId=41 HetJobId=41 HetJobOffset=0 JobState=FAILED Reason=x ExitCode={script}:0 NodeList=a\n"
+    run = submitted(slurm)
+    leave_result(run.folder, 75, kind="RequeueRequested", text="time limit or preemption")
+    ending = run.wait()
+    assert (code, kind) == (ending.exit_code, ending.kind)
+
+
 def test_a_requeued_job_is_waited_for(here):
     looks = []
     run = submitted(Slurm("RUNNING", "RUNNING", "COMPLETING", "PENDING", "RUNNING", "CANCELLED"))
@@ -354,10 +368,10 @@ def test_watch_ends_with_the_exit_code_of_the_run_and_its_summary(call, slurm, h
 def test_submit_with_watch_of_a_run_that_fails_ends_with_its_code_and_reason(call, slurm, here, monkeypatch):
     waited = SlurmRun.wait
 
-    def fail_meanwhile(run, *arguments):
+    def fail_meanwhile(run, *arguments, **options):
         leave_result(run.folder, 4, kind="WorkerDied", text="rank 1 of node b died")
         slurm.say("FAILED")
-        return waited(run, *arguments)
+        return waited(run, *arguments, **options)
 
     monkeypatch.setattr(SlurmRun, "wait", fail_meanwhile)
     code, out, err = call("submit", "run.yaml", "--watch")
@@ -369,7 +383,7 @@ def test_submit_with_watch_of_a_run_that_fails_ends_with_its_code_and_reason(cal
 def test_ctrl_c_while_watching_leaves_the_run_alone_and_says_so(call, slurm, monkeypatch):
     call("submit", "run.yaml")
 
-    def interrupt(*_arguments):
+    def interrupt(*_arguments, **_options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SlurmRun, "wait", interrupt)
@@ -386,7 +400,7 @@ def test_cancel_lets_a_running_job_write_a_checkpoint_and_tells_how_to_go_on(cal
     assert 0 == code
     assert "scancel --batch --signal=INT 41" in slurm.asked()
     assert "scancel 41" not in slurm.asked()
-    assert "at once: hybridsched cancel runs/mine --now" in out
+    assert "do not wait for that: hybridsched cancel runs/mine --now" in out
     assert "runs/mine/config/resolved.yaml --resume" in out
 
 

@@ -315,3 +315,15 @@ def test_same_program_same_order_in_every_process_also_when_sets_of_tasks_are_it
         assert done.stderr == ""
         digests.add(done.stdout)
     assert len(digests) == 1
+
+
+def test_garbage_collection_is_as_before_after_a_run_however_it_ended() -> None:
+    import gc
+
+    async def fails() -> None:
+        raise ValueError("as planned")
+
+    before = gc.get_threshold()
+    with pytest.raises(ValueError, match="as planned"):
+        run_virtual(fails())
+    assert before == gc.get_threshold()

@@ -460,7 +460,7 @@ def test_an_emulated_sync_can_be_aborted_and_repeated() -> None:
     assert (at, version) == (1.0, V2)
 
 
-# -- a trainer whose weights are gathered from several ranks ------------------------------------------------------------
+# -- a trainer whose weights are gathered from several ranks --------------------------------------------------
 
 
 class Walk:

@@ -110,7 +110,18 @@ def run_job(folder: Path, stages: list[dict[str, Any]], *, dies: int | None = No
             if process.poll() is None:
                 process.kill()
                 process.wait(10)
-    return [{} if rank == dies else pickle.loads((folder / f"rank{rank}.pickle").read_bytes()) for rank in range(world)]
+    out: list[dict[str, dict[str, Any]]] = []
+    for rank in range(world):
+        found = {} if rank == dies else pickle.loads((folder / f"rank{rank}.pickle").read_bytes())
+        out.append({name: Answers(answers) for name, answers in found.items()})
+    return out
+
+
+class Answers(dict[str, Any]):
+    """What the checks of a stage returned, by check. Asking for one that did not come to its end fails, saying why."""
+
+    def __missing__(self, check: str) -> Any:
+        pytest.fail(f"{check} has no answer: {self.get('error', 'it was not asked')}")
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], dies: int | None) -> None:

@@ -13,18 +13,20 @@ import resource
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from megatron_kit import MINIS, VERSION, training_samples
+from megatron_kit import MINIS, training_samples
 from safetensors.torch import load_file
 
 from hybridsched.config.derived import data_parallel_rank, data_parallel_size
 from hybridsched.config.schema import RunConfig
 from hybridsched.errors import HybridschedError
+from hybridsched.model import WeightVersion
 from hybridsched.trainers import megatron_checkpoint
 from hybridsched.trainers.base import TrainBatch, TrainerGroup
 from hybridsched.trainers.batching import partition_samples
@@ -59,7 +61,12 @@ class Rank:
             time.sleep(0.05)
         group_s = self.job.get("group_s", GROUP_S)
         self.trainer.start(TrainerGroup(self.rank, self.world, note.read_text(), group_s))
-        self.trainer.begin_cycle(VERSION)
+        self.begin_cycle(0)
+
+    def begin_cycle(self, number: int) -> None:
+        """Weights were synced."""
+        self.version = WeightVersion(0, number)
+        self.trainer.begin_cycle(self.version)
 
     def batch(self, step: int, poison: int | None = None) -> TrainBatch:
         """This rank's share of a collection of MINIS mini-batches."""
@@ -69,7 +76,7 @@ class Rank:
             parts = partition_samples([s.prompt_tokens.shape[0] for s in samples], data_parallel_size(self.config))
             mine = parts[data_parallel_rank(self.config, self.rank)]
             minis.append(tuple(samples[i] for i in mine))
-        return TrainBatch(tuple(minis), VERSION, step)
+        return TrainBatch(tuple(minis), self.version, step)
 
     def weights(self) -> dict[str, np.ndarray]:
         """A copy of the whole model."""
@@ -154,9 +161,14 @@ def memory(r: Rank) -> dict[str, Any]:
     out["without_parameters"] = _resident()
     r.trainer.onload()
     out["back"] = _resident()
+    for _ in range(2):  # the allocator finds its size
+        out["largest"] = max(tensor.numel() * tensor.element_size() for _, tensor in r.trainer.iter_weights())
+    before = _resident()
+    for _ in range(3):
+        r.trainer.join_gather()
+    out["growth_by_walks"] = _resident() - before
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = _resident()
-    out["largest"] = max(tensor.numel() * tensor.element_size() for _, tensor in r.trainer.iter_weights())
     folder = r.folder / "export"
     folder.mkdir(exist_ok=True)
     megatron_checkpoint.save_model(folder, r.trainer._weights, r.rank, r.model)
@@ -187,6 +199,7 @@ def checkpoint(r: Rank) -> dict[str, Any]:
     """Save; go on; go back; go on again: the same bits, as if nothing had happened between."""
     folder = r.folder / "checkpoint"
     folder.mkdir(exist_ok=True)
+    r.begin_cycle(1)  # checkpoints are written right after a sync
     saved = r.weights()
     r.trainer.save_checkpoint(folder)
     first = r.trainer.train(r.batch(7))
@@ -246,6 +259,7 @@ def resume(r: Rank) -> dict[str, Any]:
     """From the checkpoint of a job of other sizes."""
     r.trainer.load_checkpoint(Path(r.job["checkpoint"]))
     restored = r.weights()
+    r.version = WeightVersion(0, 1)
     result = r.trainer.train(r.batch(7))
     return {"restored": restored, "metrics": result.metrics, "moved_weights": r.weights()}
 
@@ -281,22 +295,28 @@ def lose_a_peer(r: Rank) -> str:
     return ""
 
 
+def run_stage(stage: dict[str, Any], rank: int, answers: dict[str, Any]) -> None:
+    """A stage that fails leaves its traceback as "error"; the next one starts anew."""
+    r = Rank(stage, rank)
+    try:
+        for name in ("start", *stage["checks"]):
+            check: Callable[[Rank], Any] = Rank.start if name == "start" else globals()[name]
+            began = time.monotonic()
+            answers[name] = check(r)
+            print(f"rank {rank}, {stage['name']}: {name} {time.monotonic() - began:.1f} s", flush=True)
+    except Exception:
+        answers["error"] = traceback.format_exc()
+        print(answers["error"], flush=True)
+    r.trainer.shutdown()
+
+
 def main() -> None:
     path, rank = Path(sys.argv[1]), int(sys.argv[2])
     torch.set_num_threads(1)
     answers: dict[str, dict[str, Any]] = {}
     for stage in json.loads(path.read_text()):
-        r = Rank(stage, rank)
-        began = time.monotonic()
-        r.start()
-        print(f"rank {rank}, {stage['name']}: started in {time.monotonic() - began:.1f} s", flush=True)
         answers[stage["name"]] = {}
-        for name in stage["checks"]:
-            check: Callable[[Rank], Any] = globals()[name]
-            began = time.monotonic()
-            answers[stage["name"]][name] = check(r)
-            print(f"rank {rank}, {stage['name']}: {name} {time.monotonic() - began:.1f} s", flush=True)
-        r.trainer.shutdown()
+        run_stage(stage, rank, answers[stage["name"]])
         (path.parent / f"rank{rank}.pickle").write_bytes(pickle.dumps(answers))
 
 

@@ -116,6 +116,7 @@ def test_four_ranks_of_two_components_give_their_results_in_order(executor: HetS
     # Slurm itself would list gpu0 first: nodes have to be those of the ranks.
     assert ["trn0", "trn1", "gpu0", "gpu1"] == [one["host"] for one in seen] == seen[0]["hosts"]
     assert [f"hello from {rank}\n" for rank in range(4)] == [job.task(rank).stdout() for rank in range(4)]
+    until(lambda: job.watcher.is_done(job.job_id, mode="force"), "Slurm has cleaned up, too")
     assert "COMPLETED" == job.state
     left = sorted(path.suffix for path in Path(job.paths.folder).iterdir())
     assert ".pkl" not in left
@@ -261,7 +262,13 @@ def test_one_squeue_call_answers_for_all_jobs(cluster: SlurmCluster, executor: H
     assert [[number] * 4 for number in range(3)] == [one.results() for one in jobs]
 
 
-def test_with_accounting_a_job_squeue_has_forgotten_is_found(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_with_accounting_a_job_squeue_has_forgotten_is_found(
+    cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Jobs of the other cluster must not find the commands of this one.
+    folders = [folder for folder in os.environ["PATH"].split(":") if not folder.startswith(str(cluster.folder))]
+    monkeypatch.setenv("PATH", ":".join(folders))
+
     def without_controller(command: Any) -> Said:
         return call(command) if command[0] == "sacct" else Said(False, "", "Invalid job id specified")
 

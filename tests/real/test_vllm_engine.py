@@ -533,9 +533,9 @@ def test_a_damaged_bucket_is_refused_and_the_sync_repeated(folder: Path, monkeyp
     async def act(engine: VllmEngine) -> tuple[Response, ...]:
         await engine.pause("abort")
         await engine.begin_update(weight_specs(OTHER))
-        fill = engine._box.fill
+        fill = engine._updates._box.fill
         with monkeypatch.context() as patch:
-            patch.setattr(engine._box, "fill", lambda tensors: {**fill(tensors), "checksum": 1})
+            patch.setattr(engine._updates._box, "fill", lambda tensors: {**fill(tensors), "checksum": 1})
             with pytest.raises(WeightSyncError, match="damaged on its way into vLLM"):
                 await engine.load_bucket(dict(named_weights(OTHER)))
         await refill(engine, OTHER, V1)
