@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_runs import make_inputs
+from real_runs import LONG_S, make_inputs
 from slurm_cluster import SlurmCluster, require_slurm, slurm_cluster
 from slurm_runs import SlurmRealRun, slurm_run
 
@@ -70,3 +70,28 @@ def test_the_owner_is_known_by_job_and_start(finished: SlurmRealRun) -> None:
     owners = [json.loads(path.read_text()) for path in sorted((finished.folder / "owner").glob("*.json"))]
 
     assert [(finished.job, 1), (finished.job, 2)] == [(one["job_id"], one["restart_count"]) for one in owners]
+
+
+def test_ranks_are_the_plans_when_the_rollout_component_comes_first(
+    cluster: SlurmCluster, run_yaml: Path, tmp_path: Path
+) -> None:
+    """As the script has it where an old Slurm starts MPI by PMIx."""
+    size = ["rollout.nnodes=2", "trainer.total_training_steps=1"]
+    with slurm_run(cluster, run_yaml, tmp_path / "run", *size) as run:
+        keys = [*run.overrides, f"trainer.default_local_dir={run.folder}", "--prepare-only"]
+        cluster.run("python", "-m", "hybridsched.cli.main", "submit", run_yaml, *keys, timeout_s=LONG_S)
+        (run.folder / "slurm").mkdir()
+        script = tmp_path / "job.sh"
+        script.write_text(
+            f"#!/bin/bash\n#SBATCH -p gpu -N2 --no-kill -o {run.folder}/slurm/%j_batch.log\n"
+            "#SBATCH hetjob\n#SBATCH -p trn -N1 --no-kill\n"
+            "export HYBRIDSCHED_ROLES=rollout,trainer\n"
+            f"exec python -m hybridsched.slurm.batch_main --run {run.folder}\n"
+        )
+        run.job = cluster.sbatch(script)
+        run.finish()
+
+        assert ["trn0", "gpu0", "gpu1"] == run.nodes()
+        ups = {row.entity: row.reason.split()[0] for row in run.events("agent", new="up")}
+        assert {"agent.0": "trn0", "agent.1": "gpu0", "agent.2": "gpu1"} == ups
+        run.require_exactly_once(S)
