@@ -45,10 +45,13 @@ class Keeper:
             self.cluster.save(state=f"failed: {error}")
             return
         self.cluster.save(state="up")
-        while self.owner is None or not select.select([self.owner], [], [], 0)[0]:
+        while self.cluster.conf.exists() and not self._is_orphaned():  # a folder that was removed: nobody could end us
             self._obey()
             _reap()
             time.sleep(_LOOK_S)
+
+    def _is_orphaned(self) -> bool:
+        return self.owner is not None and bool(select.select([self.owner], [], [], 0)[0])
 
     def _start(self) -> None:
         if not self.data["plain"]:
