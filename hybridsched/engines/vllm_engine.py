@@ -288,6 +288,9 @@ class VllmEngine(GenerationEngine):
         for stream in streams:
             stream.group.aborting, stream.recalled = True, False
         await self._withdraw(streams)
+        for stream in streams:
+            if stream.index in stream.group.running:  # cancelled before its task ran at all, so it records nothing
+                stream.group.record(stream)
         for group in groups:
             await group.returned.wait()  # ends: its streams have
 

@@ -60,10 +60,11 @@ class VllmOptions:
 
     dtype: str
     max_num_seqs: int
-    kv_cache_tokens: int  #: the replica's KV budget; on GPUs None-like 0 means: what gpu_memory_utilization leaves
+    kv_cache_tokens: int  #: the replica's KV budget
     max_tokens: int  #: prompt and response together
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.9
+    fixed_kv: bool = False  #: on GPUs too the KV budget is that of kv_cache_tokens, not what the memory share leaves
     sleeps: bool = True  #: a hybrid: its memory can be given back
     threads: int = 1  #: compute threads of a CPU replica
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -129,6 +130,8 @@ def engine_arguments(model: Path, config: ModelConfig, options: VllmOptions, dev
             "worker_cls": "hybridsched.engines.vllm_cpu_worker.SleepingCPUWorker",
         }
     else:
+        if options.fixed_kv:
+            arguments["kv_cache_memory_bytes"] = blocks * _block_bytes(config, options)
         arguments |= {
             "gpu_memory_utilization": options.gpu_memory_utilization,
             "enable_sleep_mode": options.sleeps,

@@ -56,7 +56,9 @@ def test_a_gpu_replica_gets_its_share_of_the_memory_and_only_hybrids_sleep() -> 
     standalone = engine_arguments(Path("m"), MODEL, replace(OPTIONS, sleeps=False), "cuda")
     assert (hybrid["gpu_memory_utilization"], hybrid["enable_sleep_mode"]) == (0.4, True)
     assert standalone["enable_sleep_mode"] is False
-    assert "worker_cls" not in hybrid
+    assert {"worker_cls", "kv_cache_memory_bytes"}.isdisjoint(hybrid)
+    fixed = engine_arguments(Path("m"), MODEL, replace(OPTIONS, fixed_kv=True), "cuda")
+    assert fixed["kv_cache_memory_bytes"] == engine_arguments(Path("m"), MODEL, OPTIONS, "cpu")["kv_cache_memory_bytes"]
 
 
 def test_options_of_the_user_win_over_our_defaults() -> None:

@@ -184,11 +184,12 @@ def test_abort_names_groups_and_leaves_the_others(shared: Callable[[Act], Any]) 
     assert again == tokens(finished)
 
 
-def test_an_abort_before_the_request_is_in_vllm_returns_it_empty(shared: Callable[[Act], Any]) -> None:
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_an_abort_before_the_request_is_in_vllm_returns_it_empty(shared: Callable[[Act], Any], turns: int) -> None:
     async def act(engine: VllmEngine) -> tuple[Response, ...]:
         running = asyncio.ensure_future(engine.generate(request()))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
         await engine.abort()
         return await running
 

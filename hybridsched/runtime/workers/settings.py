@@ -82,6 +82,7 @@ def vllm_options(config: RunConfig, derived: Derived, spec: WorkerSpec) -> VllmO
         max_tokens=config.data.max_prompt_length + config.data.max_response_length,
         tensor_parallel_size=rollout.tensor_model_parallel_size,
         gpu_memory_utilization=derived.hybrid_memory_fraction if hybrid else derived.standalone_memory_fraction,
+        fixed_kv=rollout.kv_cache_tokens is not None,
         sleeps=hybrid,
         threads=config.local.threads_per_worker,
         engine_kwargs=rollout.engine_kwargs.get("vllm", {}),
