@@ -26,6 +26,7 @@ from hybridsched.config.schema import RunConfig
 from hybridsched.runtime import wire
 from hybridsched.runtime.clock import RealClock
 from hybridsched.runtime.controller import Controller
+from hybridsched.runtime.garbage import collect_rarely
 from hybridsched.runtime.messages import Envelope
 from hybridsched.simulation.runlog import MemoryRunLog
 from hybridsched.simulation.world import SimulatedRun
@@ -86,6 +87,7 @@ def switches(hybrids: int) -> dict[str, float]:
         ],
     )
     run = WireRun(config)
+    collect_rarely()  # as rank 0 does
     asyncio.run(run.main())
     activated = [e.detail["seconds"] for e in run.log.of("switch", "pool") if e.new == "activated"]
     deactivated = [e.detail["seconds"] for e in run.log.of("switch", "pool") if e.new == "deactivated"]

@@ -34,6 +34,7 @@ from hybridsched.runtime.context import RunContext
 from hybridsched.runtime.controller import Controller
 from hybridsched.runtime.cycle_record import RunSummary
 from hybridsched.runtime.endpoint import Endpoint
+from hybridsched.runtime.garbage import collect_rarely
 from hybridsched.runtime.node_agent import NodeAgent
 from hybridsched.runtime.parts import Parts
 from hybridsched.runtime.plan import CONTROLLER, RunPlan
@@ -62,6 +63,7 @@ async def run_rank0(
     job = slurm.this_job()  # attempts are numbered over requeues, too: a later start of a job has a higher number
     fence = OwnerFence.claim(folder, identity_of_this_process(job, context.attempt), slurm_says_gone=_slurm_says_gone)
     clock = RealClock()
+    collect_rarely()
     try:
         log = _run_log(config, context, clock)
     except BaseException:

@@ -31,6 +31,7 @@ from contextvars import Context
 from typing import Any, NoReturn, TypeVar
 
 from hybridsched.errors import DeadlineExceeded, InternalError
+from hybridsched.runtime.garbage import RARELY
 
 T = TypeVar("T")
 
@@ -40,9 +41,6 @@ EPOCH_BASE = 1_735_689_600.0
 SPIN_LIMIT = 10_000_000
 #: Virtual seconds cancelled tasks get for their clean-up at the end of ``run_virtual``.
 DRAIN_S = 3600.0
-#: Garbage collection during a virtual run. The log of a run only grows, and with the usual thresholds looking through
-#: it makes a sample cost half as much again in a run of hundreds of replicas.
-GC_THRESHOLDS = (100_000, 50, 100)
 _DRAIN_ROUNDS = 3
 _NAMED_AT_MOST = 20
 
@@ -258,7 +256,7 @@ def run_virtual(coro: Coroutine[Any, Any, T], *, limit_s: float | None = None, s
     """
     loop = VirtualLoop(limit_s=limit_s, spin_limit=spin_limit)
     thresholds = gc.get_threshold()
-    gc.set_threshold(*GC_THRESHOLDS)
+    gc.set_threshold(*RARELY)  # the log of a run only grows, too
     try:
         try:
             result = loop.run_until_complete(coro)
