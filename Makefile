@@ -34,7 +34,7 @@ help:  ## this list
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) DEMO_FOLDER=$(DEMO_FOLDER) DEMO_ARGS='$(DEMO_ARGS)'"
 
 venv: $(STAMP)  ## virtual environment with everything demo, tests and checks need
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+$(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "hybridsched needs Python 3.11 or newer; $(PYTHON) is older: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
