@@ -127,7 +127,9 @@ def slurm_cluster(
     """A cluster while the block runs. ``options``: more of `cluster.py up`, e.g. "--set", "KillWait=2"."""
     require_slurm()
     folder = tmp_path_factory.mktemp("cluster")
-    shared = ["--share", str(tmp_path_factory.getbasetemp())]
+    # Every node has a /tmp of its own; what may lie below it here and has to be seen there:
+    seen = (tmp_path_factory.getbasetemp(), REPOSITORY, sys.prefix)
+    shared = [word for folder_seen in seen for word in ("--share", str(folder_seen))]
     kind = [*["--plain"] * plain, *["--accounting"] * accounting]
     command = [sys.executable, str(SCRIPT), "up", str(folder), "--nodes", nodes, "--owner", str(os.getpid())]
     up = subprocess.run([*command, *shared, *kind, *options], capture_output=True, text=True, timeout=UP_S)
