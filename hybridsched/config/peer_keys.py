@@ -108,7 +108,7 @@ REFUSED_KEYS: dict[str, str] = {
     "actor_rollout_ref.actor.megatron.grad_offload": "gradients are offloaded exactly while hybrids are lent; remove it",  # noqa: E501
     "actor_rollout_ref.actor.megatron.optimizer_offload": "optimizer state is offloaded exactly while hybrids are lent; remove it",  # noqa: E501
     "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size": "interleaved pipelines are not available; remove it",  # noqa: E501
-    "actor_rollout_ref.actor.megatron.sequence_parallel": "not available yet; remove it (experts: TP 1 and expert parallelism)",
+    "actor_rollout_ref.actor.megatron.sequence_parallel": "not available yet; remove it (experts: use TP 1)",
     "actor_rollout_ref.actor.megatron.use_mbridge": "use actor_rollout_ref.actor.megatron.weight_source: megatron-bridge",  # noqa: E501
     "actor_rollout_ref.actor.megatron.vanilla_mbridge": "use actor_rollout_ref.actor.megatron.weight_source",
     "actor_rollout_ref.actor.megatron.use_dist_checkpointing": "weights start from actor_rollout_ref.model.path; remove it",  # noqa: E501
