@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("submitit", reason="submitit is not installed: pip install 'hybridsched[slurm]'")
-
 from hybridsched.errors import DeadlineExceeded, UserError
 from hybridsched.slurm import job as job_module
 from hybridsched.slurm.commands import Said

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
-
-pytest.importorskip("submitit", reason="submitit is not installed: pip install 'hybridsched[slurm]'")
-
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hybridsched.errors import ConfigError, UserError

@@ -12,8 +12,6 @@ from typing import Any
 import cloudpickle
 import pytest
 
-pytest.importorskip("submitit", reason="submitit is not installed: pip install 'hybridsched[slurm]'")
-
 from hybridsched.errors import DeadlineExceeded, UserError
 from hybridsched.slurm import HetSlurmExecutor, HetSlurmJob, SiteProfile
 from hybridsched.slurm import job as job_module

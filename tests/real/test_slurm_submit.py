@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("submitit", reason="submitit is not installed: pip install 'hybridsched[slurm]'")
-
 from hybridsched.config import load_config
 from hybridsched.errors import Interrupted, UserError
 from hybridsched.slurm import SlurmRun, submit_run
