@@ -108,7 +108,7 @@ def addresses(nodes: list[str]) -> dict[str, str]:
 
 
 def cores_of(nodes: list[str]) -> dict[str, str]:
-    """The CPU core of each node: trn0, gpu0, trn1, gpu1, ... take turns, so that a job on trn0 and gpu0 has two cores."""
+    """The CPU core of each node. trn0, gpu0, trn1, ... take turns, so that a job on trn0 and gpu0 has two cores."""
     own = sorted(os.sched_getaffinity(0))
     by_number = sorted(nodes, key=lambda node: int(re.sub(r"\D*", "", node) or 0))
     return {node: str(own[i % len(own)]) for i, node in enumerate(by_number)}
