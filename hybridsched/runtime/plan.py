@@ -7,7 +7,7 @@ per GPU and one hybrid worker per replica on the same GPUs; of a rollout node: s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hybridsched.errors import ConfigError
 from hybridsched.model import ReplicaKind
@@ -35,6 +35,14 @@ class RunPlan:
     trainer_nodes: int
     rollout_nodes: int
     workers: tuple[WorkerSpec, ...]
+    #: Looked up for every replica of a switch: a search through thousands of workers each time would be quadratic.
+    _by_name: dict[str, WorkerSpec] = field(init=False, repr=False, compare=False)
+    _first_trainer: dict[int, str] = field(init=False, repr=False, compare=False)  #: by node
+
+    def __post_init__(self) -> None:
+        trainers = [w for w in reversed(self.workers) if w.kind == "trainer"]
+        object.__setattr__(self, "_by_name", {w.worker: w for w in self.workers})
+        object.__setattr__(self, "_first_trainer", {w.node: w.worker for w in trainers})
 
     def on_cores(self, rank: int, cores: Sequence[int], *, oversubscribe: bool) -> RunPlan:
         """The plan with the workers of one node bound to that node's own cores, one a GPU.
@@ -66,7 +74,7 @@ class RunPlan:
 
     def spec(self, worker: str) -> WorkerSpec:
         """The worker of that name."""
-        return next(w for w in self.workers if w.worker == worker)
+        return self._by_name[worker]
 
     def rank_of(self, endpoint: str) -> int:
         """The agent rank that serves an endpoint name."""
@@ -78,8 +86,7 @@ class RunPlan:
 
     def handover_writer(self, hybrid: str) -> str:
         """The trainer worker that publishes weights for a hybrid: the first one of its node."""
-        node = self.spec(hybrid).node
-        return next(w.worker for w in self.workers if w.kind == "trainer" and w.node == node)
+        return self._first_trainer[self.spec(hybrid).node]
 
 
 def replica_kind(worker: str) -> ReplicaKind:
