@@ -29,7 +29,7 @@ from hybridsched.models import hf_folder
 from hybridsched.trainers.megatron_bridge import BridgeWeights
 from hybridsched.trainers.megatron_optimizer import MegatronOptimizer
 from hybridsched.trainers.megatron_weights import WeightMap
-from hybridsched.trainers.torch_checkpoint import read_state, write_state
+from hybridsched.trainers.torch_checkpoint import read_rng, read_state, write_state
 
 FORMAT = 1
 #: Raises on every rank when one hands in a problem.
@@ -178,15 +178,9 @@ def save_random_states(folder: Path, rank: int, device: torch.device) -> None:
 
 def load_random_states(folder: Path, rank: int, device: torch.device, log: Callable[[str], None]) -> None:
     """Put them back; a rank that did not exist when the checkpoint was written keeps its own."""
-    path = folder / f"rng_rank{rank}.pt"
-    if not path.exists():
-        log(f"{path} does not exist (the checkpoint is of fewer trainer ranks): rank {rank} keeps its fresh seed")
-        return
-    state = read_state(path)
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    _named_generators().set_states(state["named"])
+    state = read_rng(folder, rank, device, log)
+    if state is not None:
+        _named_generators().set_states(state["named"])
 
 
 def _named_generators() -> Any:

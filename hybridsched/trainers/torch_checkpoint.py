@@ -59,16 +59,20 @@ def read_shared(folder: Path, model: CausalLM) -> dict[str, Any]:
     return state
 
 
-def read_rng(folder: Path, rank: int, device: torch.device, log: Callable[[str], None]) -> None:
-    """Restore one rank's random state; a rank that did not exist when the checkpoint was written keeps its own."""
+def read_rng(folder: Path, rank: int, device: torch.device, log: Callable[[str], None]) -> dict[str, Any] | None:
+    """Restore one rank's random state; a rank that did not exist when the checkpoint was written keeps its own (None).
+
+    Returns all that was saved for the rank.
+    """
     path = folder / f"rng_rank{rank}.pt"
     if not path.exists():
         log(f"{path} does not exist (the checkpoint is of fewer trainer ranks): rank {rank} keeps its fresh seed")
-        return
+        return None
     state = read_state(path)
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+    return state
 
 
 def write_state(path: Path, value: dict[str, Any]) -> None:

@@ -113,7 +113,10 @@ class Process:
 
         spec = msgspec.convert(self._welcome.spec, WorkerSpec)
         context = msgspec.convert(self._welcome.context, RunContext)
-        post = lambda envelope: self._channel.send(encode(envelope))  # noqa: E731
+
+        def post(envelope: m.Envelope) -> None:
+            self._channel.send(encode(envelope))
+
         endpoint = Endpoint(spec.worker, post, context.incarnation)
         endpoint.on_error = self._on_error
         endpoint.on(m.Shutdown, lambda _order, _src: self._leave.set())
